@@ -35,9 +35,9 @@ def main() -> None:
     args = parser.parse_args()
     with TemporaryDirectory() as scratch:
         model = _tiny_model(Path(scratch) / "model", args.stages)
-        told = multiprocessing.get_context("spawn").SimpleQueue()
-        spawn(_rank, (model, f"file://{scratch}/store", args, told), args.stages)
-        times: Seconds = told.get()
+        results = multiprocessing.get_context("spawn").SimpleQueue()
+        spawn(_rank, (model, f"file://{scratch}/store", args, results), args.stages)
+        times: Seconds = results.get()
     n, m, p = args.adapters, args.micro_batches, args.stages
     figures = {
         **vars(args),
@@ -50,7 +50,7 @@ def main() -> None:
     print(json.dumps(figures))
 
 
-def _rank(rank: int, model: Path, store: str, args: argparse.Namespace, told: Any) -> None:
+def _rank(rank: int, model: Path, store: str, args: argparse.Namespace, results: Any) -> None:
     """Worker of one pipeline stage; rank 0 sends the seconds of each round."""
     torch.set_num_threads(1)
     from mslime.backends.megatron.step.adapters import AdapterTrainers, joint_update
@@ -82,7 +82,7 @@ def _rank(rank: int, model: Path, store: str, args: argparse.Namespace, told: An
         joint_update(trainers.of(names), prepared)
         times.append((middle - begin, time.perf_counter() - middle))
     if rank == 0:
-        told.put(times[1:])  # the first round warms up
+        results.put(times[1:])  # the first round warms up
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

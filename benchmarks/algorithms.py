@@ -128,25 +128,25 @@ def main() -> int:
         draw(curves, args.out / "algorithms.png")
         console.print(f"{args.out}/algorithms.md and algorithms.png")
     if failed:
-        console.print(f"[red]failed:[/] {', '.join(failed)}; what each wrote is in its logs/")
+        console.print(f"[red]failed:[/] {', '.join(failed)}; read their logs/")
     return 1 if failed else 0
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=_names, metavar="A,B", help=f"of {', '.join(VARIANTS)} (default: all)")
+    parser.add_argument("--only", type=_names, metavar="A,B", help=f"from {', '.join(VARIANTS)} (default: all)")
     parser.add_argument("--seeds", type=lambda s: [int(x) for x in s.split(",")], default=[1234], metavar="N,M")
-    parser.add_argument("--steps", type=int, default=30, help="rollouts of 256 responses (default 30)")
+    parser.add_argument("--steps", type=int, default=30, help="steps of 256 responses (default 30)")
     parser.add_argument("--threshold", type=float, default=0.8, help="sampled accuracy to reach (default 0.8)")
     parser.add_argument("--out", type=Path, default=Path("outputs/algorithms"))
-    parser.add_argument("--plot-only", action="store_true", help="run nothing; draw and print what is there")
+    parser.add_argument("--plot-only", action="store_true", help="run nothing; draw and print existing results")
     return parser.parse_args()
 
 
 def _names(text: str) -> list[str]:
     names = text.split(",")
     if unknown := [n for n in names if n not in VARIANTS]:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: no such variant; they are {', '.join(VARIANTS)}")
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: unknown variant; choose from {', '.join(VARIANTS)}")
     return names
 
 
@@ -174,9 +174,9 @@ def _train(name: str, directory: Path, seed: int, steps: int, console: Console) 
     settings = settings_of(name, directory, seed, steps)
     match state_of(settings, json.loads(config.read_text()) if config.exists() else None, _rows(run)):
         case "other":
-            raise SystemExit(f"{run} was made with other settings ({config}); move it away, or give another --out")
+            raise SystemExit(f"{run} was made with other settings ({config}); move it away, or choose another --out")
         case "done":
-            console.print("done already")
+            console.print("already done")
             return True
         case _:
             run.mkdir(parents=True, exist_ok=True)

@@ -138,14 +138,14 @@ def paused(url: str) -> bool:
         return False
 
 
-def wait(run: Run, what: str, condition: Callable[[], bool], seconds: float = PATIENCE_S) -> float:
+def wait(run: Run, event: str, condition: Callable[[], bool], seconds: float = PATIENCE_S) -> float:
     """Wait until the condition holds; returns the seconds. Exits if the run has ended or the time limit is reached."""
     begin = time.monotonic()
     while not condition():
         if run.process.poll() is not None:
-            raise SystemExit(f"the run ended while waiting for {what}:\n{run.text()[-6000:]}")
+            raise SystemExit(f"the run ended while waiting for {event}:\n{run.text()[-6000:]}")
         if time.monotonic() - begin > seconds:
-            raise SystemExit(f"no {what} within {seconds:.0f} s:\n{run.text()[-6000:]}")
+            raise SystemExit(f"no {event} within {seconds:.0f} s:\n{run.text()[-6000:]}")
         time.sleep(0.1)
     return time.monotonic() - begin
 
@@ -161,14 +161,14 @@ def strike(run: Run, dice: random.Random, engines: int) -> Event:
         victim = part_of(family(run, engine), "server")
         if victim is not None:
             victim.kill()
-        wait(run, f"{engine} to start", lambda: states(run).get(engine, {}).get("state") == "starting", 120)
+        wait(run, f"start of {engine}", lambda: states(run).get(engine, {}).get("state") == "starting", 120)
         wait(run, "its processes", lambda: len(family(run, engine)) > 1, 200)
         time.sleep(dice.uniform(0, 15))
     else:
         time.sleep(dice.uniform(0, 4))
     wait(run, f"the {part} of {engine}", lambda: part_of(family(run, engine), part) is not None, 200)
     victim, rows = part_of(family(run, engine), part), len(by_step(run.rows()))
-    assert victim is not None, "it was there a moment ago"
+    assert victim is not None, "it was running a moment ago"
     begin = time.monotonic()
     with suppress(psutil.NoSuchProcess):
         victim.send_signal(getattr(signal, name))
@@ -180,7 +180,7 @@ def strike(run: Run, dice: random.Random, engines: int) -> Event:
         with suppress(psutil.NoSuchProcess):  # this process only watches, so its loss has no effect
             victim.resume()
     elif name == "SIGSTOP":
-        wait(run, "the stopped process to be gone", lambda: not _stopped(victim))
+        wait(run, "the end of the stopped process", lambda: not _stopped(victim))
         wait(run, "all engines", lambda: whole(run, engines))
     steps = len(by_step(run.rows())) - rows
     return Event(engine, part, name, moment, next_step, time.monotonic() - begin, steps)
@@ -219,7 +219,7 @@ class Watch:
 def strike_early(run: Run, dice: random.Random, engines: int) -> tuple[Event, float, psutil.Process]:
     """Inject one failure during earlier ones; returns it with its time and its process after two more steps."""
     engine = f"engine{dice.randrange(engines)}"
-    wait(run, "another engine that serves", lambda: _another(run, engine))
+    wait(run, "another serving engine", lambda: _another(run, engine))
     part, name = dice.choice(PARTS), dice.choice(["SIGKILL", "SIGKILL", "SIGSTOP"])
     moment = "sync" if dice.random() < 0.3 else "any"
     if states(run)[engine]["state"] != "serving":
@@ -270,7 +270,7 @@ def strike_all(run: Run, dice: random.Random, arguments: argparse.Namespace, con
             struck.append(strike_early(run, dice, arguments.engines))
             check_books(run)
             console.print(f"{number + 1}/{arguments.kills} {struck[-1][0]}", soft_wrap=True)
-        wait(run, "the stopped processes to be gone", lambda: not any(_stopped(victim) for _, _, victim in struck))
+        wait(run, "the end of the stopped processes", lambda: not any(_stopped(victim) for _, _, victim in struck))
         wait(run, "all engines", lambda: whole(run, arguments.engines))
         time.sleep(20)  # the last failure may not have been noticed yet
         wait(run, "all engines", lambda: whole(run, arguments.engines))
@@ -358,12 +358,14 @@ def report(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="after these no accident begins")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="time after which no failure is injected")
     parser.add_argument("--engines", type=int, default=2)
-    parser.add_argument("--transport", choices=transport_names(), default=AUTO, help="of the weights")
-    parser.add_argument("--overlap", action="store_true", help="strike again while engines are still being started")
+    parser.add_argument("--transport", choices=transport_names(), default=AUTO, help="weights.transport")
+    parser.add_argument(
+        "--overlap", action="store_true", help="inject the next failure while engines are still starting"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="run in this directory and leave it")
+    parser.add_argument("--keep", type=Path, help="run in this directory and keep it")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the run ends with this process
     if arguments.keep is not None:

@@ -156,22 +156,22 @@ def compare(measured: dict[str, tuple[float, float]], plan: RunPlan) -> dict[str
 
 def show(figures: dict[str, float]) -> None:
     """Print the figures as a table."""
-    table = Table(title="MiB more than while asleep")
+    table = Table(title="MiB more than while offloaded")
     for head in ("", "measured", "planned", "ratio"):
         table.add_column(head, justify="right")
-    said = {
+    labels = {
         "trainer_train": "trainer, train: weights, gradients, optimizer (and activations, measured)",
         "trainer_send": "trainer, send: weights (and buckets, measured)",
         "engine_generate": "engine, generate: weights, cache",
         "engine_send": "engine, send: weights",
     }
-    for name, what in said.items():
+    for name, label in labels.items():
         cells = (figures[f"{name}_mib"], figures[f"{name}_planned_mib"])
-        table.add_row(what, *(f"{cell:,.0f}" for cell in cells), f"{figures[f'ratio_{name}']:.2f}")
+        table.add_row(label, *(f"{cell:,.0f}" for cell in cells), f"{figures[f'ratio_{name}']:.2f}")
     console = Console(width=120)
     console.print(table)
     console.print(
-        f"asleep: trainer {figures['trainer_asleep_mib']:,.0f} MiB, engine {figures['engine_asleep_mib']:,.0f} MiB"
+        f"offloaded: trainer {figures['trainer_asleep_mib']:,.0f} MiB, engine {figures['engine_asleep_mib']:,.0f} MiB"
     )
 
 

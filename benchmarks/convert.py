@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--ffn", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", type=Path, help="where to write (default: the system's temporary directory)")
+    parser.add_argument("--directory", type=Path, help="directory for temporary files (default: the system's)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     config = synthetic_config(args)

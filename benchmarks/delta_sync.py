@@ -111,13 +111,15 @@ def figures(found: Found) -> dict[str, Any]:
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--changed", default="0.001,0.01,0.05,1", help="shares of the elements, by comma")
-    parser.add_argument("--over", default="disk,broadcast", help="weights.delta_over, by comma")
-    parser.add_argument("--layout", default="tp1ep2", help="of the trainer")
+    parser.add_argument("--changed", default="0.001,0.01,0.05,1", help="shares of changed elements, comma-separated")
+    parser.add_argument("--over", default="disk,broadcast", help="weights.delta_over, comma-separated")
+    parser.add_argument("--layout", default="tp1ep2", help="layout of the trainer")
     parser.add_argument("--bucket-mib", type=float, default=32)
     parser.add_argument("--rounds", type=int, default=7)
     for name, default in {"layers": 16, "hidden": 256, "ffn": 128, "experts": 64, "vocab": 32000}.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"of the synthetic model (default {default})")
+        parser.add_argument(
+            f"--{name}", type=int, default=default, help=f"{name} of the synthetic model (default {default})"
+        )
     args = parser.parse_args()
     config, shares = synthetic_config(args), [float(share) for share in args.changed.split(",")]
     with TemporaryDirectory() as directory:

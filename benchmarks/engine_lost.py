@@ -114,8 +114,8 @@ def measure(arguments: argparse.Namespace, directory: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, default=3)
-    parser.add_argument("--step-ms", type=float, default=60.0, help="sleep before each forward pass of an engine")
-    parser.add_argument("--window", type=float, default=60.0, help="seconds of each of the two windows, at least")
+    parser.add_argument("--step-ms", type=float, default=60.0, help="milliseconds of sleep before each forward pass")
+    parser.add_argument("--window", type=float, default=60.0, help="minimum seconds of each of the two windows")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         measure(arguments, Path(directory))

@@ -53,10 +53,12 @@ def main() -> None:
     """Make the model and its samples, print the balance, time the steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ep", type=int, nargs="+", default=[2, 4], help="expert-parallel ranks, all data-parallel")
-    parser.add_argument("--kinds", type=int, default=4, help="kinds of prompts")
+    parser.add_argument("--kinds", type=int, default=4, help="number of kinds of prompts")
     parser.add_argument("--sequences", type=int, default=128)
-    parser.add_argument("--longest", type=int, default=240, help="lengths are uniform in [this/4, this]")
-    parser.add_argument("--budget", type=int, default=512, help="tokens of a micro-batch")
+    parser.add_argument(
+        "--longest", type=int, default=240, help="longest sequence; lengths are uniform in [LONGEST/4, LONGEST]"
+    )
+    parser.add_argument("--budget", type=int, default=512, help="tokens per micro-batch")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=list(DTYPES), default="fp32")
     parser.add_argument("--pass", dest="which", choices=["training", "forward"], default="training")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     found = [measure(vocab, args) for vocab in args.vocab]

@@ -12,7 +12,7 @@
 
 On CUDA, which is used when present: --rows 8192 --vocab 151936 are the sizes of a real step. Times are there against
 the floor of memory traffic (logits read once forward, read and written once backward) at the copy bandwidth measured in
-this run. The ways take turns, and medians are reported. Peak memory is what was allocated beyond the logits, counted
+this run. The ways take turns, and medians are reported. Peak memory is memory allocated beyond the logits, counted
 from the allocator's events (torch.profiler) on a CPU, and by torch.cuda.max_memory_allocated on CUDA.
 """
 
@@ -69,11 +69,14 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=1024, help="train.log_prob_chunk_tokens")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument(
-        "--entropy", choices=["none", "report", "gradient"], default="report", help="whether it has a gradient"
+        "--entropy",
+        choices=["none", "report", "gradient"],
+        default="report",
+        help="compute the entropy, and its gradient",
     )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

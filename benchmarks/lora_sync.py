@@ -228,10 +228,10 @@ def main() -> None:
     """Measure, and print a table and a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model")
-    parser.add_argument("--moe-width", type=int, help="of an expert; default: half of the hidden size")
+    parser.add_argument("--moe-width", type=int, help="width of an expert; default: half of the hidden size")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--rank", type=int, default=8, help="of the adapters")
+    parser.add_argument("--rank", type=int, default=8, help="rank of the adapters")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     arguments = parser.parse_args()

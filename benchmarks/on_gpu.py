@@ -47,19 +47,19 @@ def main() -> None:
     """Measure, print a table and a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=16384, help="of a step, in micro-batches of 8192")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens per step, in micro-batches of 8192")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--fp8", nargs="*", default=["blockwise"], choices=["blockwise", "tensorwise"])
-    parser.add_argument("--small", action="store_true", help="a small model, to try this file")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: to try this file")
+    parser.add_argument("--small", action="store_true", help="small model, to test this script")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: to test this script")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no GPU here; --device cpu --small tries this file")
+        parser.error("no GPU found; --device cpu --small tests this script")
     found: dict[str, float | str] = {"device": _name(args.device), "torch": torch.__version__}
     with TemporaryDirectory(dir="/dev/shm") as directory:
-        _say("a checkpoint with random weights")
+        _say("writing a checkpoint with random weights")
         model = _model(Path(directory), args.layers, args.small, args.device)
-        _say("rates of the card")
+        _say("measuring the rates of the card")
         rates = _rates(args.device, 1 << 20 if args.small else GIB)
         found |= rates
         for recipe in (None, *args.fp8):
@@ -71,9 +71,9 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def _say(what: str) -> None:
+def _say(text: str) -> None:
     """Print the progress: the first steps of a process compile kernels and take long."""
-    print(f"{time.perf_counter() - BEGIN:6.0f} s  {what}", file=sys.stderr, flush=True)
+    print(f"{time.perf_counter() - BEGIN:6.0f} s  {text}", file=sys.stderr, flush=True)
 
 
 def _name(device: str) -> str:
@@ -188,12 +188,12 @@ def _measure(
         "deadlines": {"weight_sync_s": 300},
     })  # fmt: skip
     spec = policy_spec(config)
-    what = f"in FP8 ({recipe})" if recipe else "in bfloat16"
-    _say(f"a trainer {what}")
+    precision = f"in FP8 ({recipe})" if recipe else "in bfloat16"
+    _say(f"a trainer {precision}")
     trainer = MegatronTrainer(spec, 0, 1, f"tcp://127.0.0.1:{free_port()}")
     published = json.loads((model / "config.json").read_text())
     shards = _shards(config, args.tokens, published["vocab_size"], most)
-    _say(f"steps {what}")
+    _say(f"steps {precision}")
     trainer.train(shards)
     if args.device == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -67,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = {name.removeprefix("weights/"): median(row[name] for row in rows) for name in SHOWN}
     without = median(row["weights/pause_seconds"] - row["weights/probe_seconds"] for row in rows)
     megabytes = rows[-1]["weights/bytes"] / 1e6
-    told = {"megabytes": megabytes, "engines": args.engines, "steps": len(rows), **found}
-    print(json.dumps({"ratio": found["pause_seconds"] / without, **told}))
+    details = {"megabytes": megabytes, "engines": args.engines, "steps": len(rows), **found}
+    print(json.dumps({"ratio": found["pause_seconds"] / without, **details}))
     return 0
 
 

@@ -80,11 +80,11 @@ COLUMNS = {
 def main() -> int:
     """Run missing variants, then print; returns 1 if a variant failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=_names, metavar="A,B", help=f"of {', '.join(VARIANTS)} (default: all)")
-    parser.add_argument("--steps", type=int, default=16, help="rollouts of 256 responses (default 16)")
+    parser.add_argument("--only", type=_names, metavar="A,B", help=f"from {', '.join(VARIANTS)} (default: all)")
+    parser.add_argument("--steps", type=int, default=16, help="steps of 256 responses (default 16)")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--out", type=Path, default=Path("outputs/quantised-engines"))
-    parser.add_argument("--table-only", action="store_true", help="run nothing; print what is there")
+    parser.add_argument("--table-only", action="store_true", help="run nothing; print existing results")
     args = parser.parse_args()
     console, failed = Console(stderr=True), list[str]()
     if not args.table_only:
@@ -96,7 +96,7 @@ def main() -> int:
     found = {name: measured(rows) for name in VARIANTS if len(rows := _rows(args.out / name)) > 1}
     Console(width=240).print(table(found))
     if failed:
-        console.print(f"[red]failed:[/] {', '.join(failed)}; what each wrote is in its logs/")
+        console.print(f"[red]failed:[/] {', '.join(failed)}; read their logs/")
     print(json.dumps(found))
     return 1 if failed else 0
 
@@ -104,7 +104,7 @@ def main() -> int:
 def _names(text: str) -> list[str]:
     names = text.split(",")
     if unknown := [name for name in names if name not in VARIANTS]:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: no such variant; they are {', '.join(VARIANTS)}")
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: unknown variant; choose from {', '.join(VARIANTS)}")
     return names
 
 
@@ -137,7 +137,7 @@ def _train(name: str, out: Path, seed: int, steps: int) -> bool:
     run, config = out / name, out / f"{name}.json"
     settings = settings_of(name, out, seed, steps)
     if config.exists() and json.loads(config.read_text()) != settings:
-        raise SystemExit(f"{run} was made with other settings ({config}); move it away, or give another --out")
+        raise SystemExit(f"{run} was made with other settings ({config}); move it away, or choose another --out")
     config.write_text(json.dumps(settings, indent=1))  # JSON is YAML
     rows = _rows(run)
     return (

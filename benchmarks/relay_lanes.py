@@ -43,10 +43,10 @@ WIRE, INSIDE = "wire", "inside"
 DEADLINE = timedelta(seconds=120)
 
 
-def ip(*words: str, space: str = "") -> None:
+def ip(*arguments: str, space: str = "") -> None:
     """Run one command of iproute2."""
     inside = ["ip", "netns", "exec", space] if space else []
-    subprocess.run([*inside, *words], check=True)
+    subprocess.run([*inside, *arguments], check=True)
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def work(rank: int, lanes: int, mib: int, rounds: int, out: Path) -> None:
 
     # Without recorded copies, whole buckets are passed on.
     relay = Relay(SyncBuckets("cpu"), load, "cpu", lambda buckets: [None] * len(buckets))
-    told = EngineRankGroup(rank - lanes, lanes, beside, beside) if lanes > 1 else EngineRankGroup()
+    ranks = EngineRankGroup(rank - lanes, lanes, beside, beside) if lanes > 1 else EngineRankGroup()
     for number in range(rounds + 1):
         dist.barrier()
         begin = time.monotonic()
@@ -130,7 +130,7 @@ def work(rank: int, lanes: int, mib: int, rounds: int, out: Path) -> None:
             order = RelaySync(f"sync {number}", "plan", tuple(f"lane{i}" for i in range(lanes)),
                           tuple((i % lanes,) for i in range(BUCKETS)), (1,) * BUCKETS)  # fmt: skip
             names = [str(i) for i in range(BUCKETS)]
-            relay.obey(order, names, ["float32"] * BUCKETS, [[numel]] * BUCKETS, groups, EngineRanks(told, told))
+            relay.obey(order, names, ["float32"] * BUCKETS, [[numel]] * BUCKETS, groups, EngineRanks(ranks, ranks))
         dist.barrier()
         syncs.append(time.monotonic() - begin)
     if rank == lanes:
@@ -175,9 +175,11 @@ def measure(lanes: int, mbit: float, mib: int, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lanes", type=int, nargs="+", default=[1, 2, 4], help="senders, and ranks of the engine")
-    parser.add_argument("--mbit", type=float, default=400, help="of an adapter, in each direction")
-    parser.add_argument("--mib", type=int, default=128, help="of a sync")
+    parser.add_argument(
+        "--lanes", type=int, nargs="+", default=[1, 2, 4], help="numbers of senders, and of ranks of the engine"
+    )
+    parser.add_argument("--mbit", type=float, default=400, help="Mb/s of an adapter in each direction")
+    parser.add_argument("--mib", type=int, default=128, help="MiB per sync")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -186,7 +188,7 @@ def main() -> None:
         work(args.rank, args.lanes[0], args.mib, args.rounds, args.out)
         return
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
-        parser.exit(2, "this needs root, and iproute2 (ip, tc), to make network adapters that are slow\n")
+        parser.exit(2, "root and iproute2 (ip, tc) are required, to make slow network adapters\n")
     found = {lanes: measure(lanes, args.mbit, args.mib, args.rounds) for lanes in args.lanes}
     columns = list(found[args.lanes[0]])
     table = Table(

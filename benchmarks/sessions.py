@@ -76,21 +76,21 @@ TOOLS = [
 class FakeEngines:
     """Engines that immediately return the same reply, with routes of random experts."""
 
-    def __init__(self, said: Sequence[int], longest: int) -> None:
+    def __init__(self, reply: Sequence[int], longest: int) -> None:
         self.clients: list[object] = [self]
         self.dead: dict[str, EngineError] = {}
-        self._said = np.asarray(said, np.int32)
-        self._log_probs = np.full(len(said), -0.5, np.float32)
+        self._reply = np.asarray(reply, np.int32)
+        self._log_probs = np.full(len(reply), -0.5, np.float32)
         shape = (longest, LAYERS, TOP_K)
         self._routes = np.random.default_rng(0).integers(0, EXPERTS, shape, np.uint8)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """The canned reply. Real replies also need parsing: benchmarks/manager.py measures that."""
         await asyncio.sleep(0)
-        n = len(self._said)
+        n = len(self._reply)
         rows = len(request.input_ids) + n - 1 - request.routes_start
         routes = self._routes[:rows].copy()  # as the decoder of a reply makes them
-        return GenerateResult(self._said, self._log_probs, "stop", ((0, 0, n),), routes, None, 0, "", "fake")
+        return GenerateResult(self._reply, self._log_probs, "stop", ((0, 0, n),), routes, None, 0, "", "fake")
 
 
 class Sessions:
@@ -109,7 +109,7 @@ class Sessions:
         )  # fmt: skip
         engines = FakeEngines(tokenizer.encode(SAID, add_special_tokens=False), 1 << 14)
         self._generator = Generator(
-            config, engines, HFTokenizer(tokenizer), model, EngineLimits(), lambda: 0, lambda *told: None
+            config, engines, HFTokenizer(tokenizer), model, EngineLimits(), lambda: 0, lambda *fields: None
         )
         self._sampling = Sampling.for_training(config.rollout, "r3", model, EngineLimits())
         self._agents = Agents(config.rollout, lambda: PackageRenderer("qwen3", tokenizer, "template"))
@@ -172,7 +172,7 @@ async def serve(settings: Sequence[Any], profile: str | None = None) -> dict[str
     Args:
         settings: of the clients; see `measure`.
     """
-    sessions, told = Sessions(), asyncio.get_running_loop().create_future()
+    sessions, figures = Sessions(), asyncio.get_running_loop().create_future()
     search_seldom()  # as in a run
     answer = b"x"
 
@@ -192,11 +192,11 @@ async def serve(settings: Sequence[Any], profile: str | None = None) -> dict[str
 
     async def state(request: web.Request) -> web.Response:
         tokens, routes, room = sessions.held()
-        told = {"cpu": time.process_time(), "rss": resident(), "tokens": tokens, "routes": routes, "room": room}
-        return web.json_response(told)
+        state = {"cpu": time.process_time(), "rss": resident(), "tokens": tokens, "routes": routes, "room": room}
+        return web.json_response(state)
 
     async def done(request: web.Request) -> web.Response:
-        told.set_result(await request.json())
+        figures.set_result(await request.json())
         return web.Response()
 
     app = web.Application(client_max_size=1 << 30)
@@ -208,9 +208,9 @@ async def serve(settings: Sequence[Any], profile: str | None = None) -> dict[str
     clients = multiprocessing.get_context("spawn").Process(target=clients_of, args=(where, *settings), daemon=True)
     clients.start()
     ended = asyncio.create_task(asyncio.to_thread(clients.join))
-    ended.add_done_callback(lambda _: told.done() or told.set_exception(RuntimeError("the clients died")))
+    ended.add_done_callback(lambda _: figures.done() or figures.set_exception(RuntimeError("the clients died")))
     try:
-        return await profiled(told, profile)
+        return await profiled(figures, profile)
     finally:
         clients.kill()
         await ended
@@ -251,9 +251,9 @@ class Slot:
         """Body of its next request."""
         return orjson.dumps({"model": "policy", "messages": self.messages, "tools": TOOLS})
 
-    def take(self, said: bytes) -> None:
+    def take(self, reply: bytes) -> None:
         """Append the reply and the tool's result."""
-        message = orjson.loads(said)["choices"][0]["message"]
+        message = orjson.loads(reply)["choices"][0]["message"]
         answer = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": RESULT}
         self.messages += [message, answer]
         self.left -= 1
@@ -303,10 +303,10 @@ class Clients:
         self._bodies.append(body)
         started = time.perf_counter()
         async with self._http.post(f"{slot.url}/chat/completions", data=body, headers=key) as response:
-            said = await response.read()
+            reply = await response.read()
         seconds = time.perf_counter() - started
-        assert response.status == 200, said[:300]
-        slot.take(said)
+        assert response.status == 200, reply[:300]
+        slot.take(reply)
         return seconds
 
     async def turn(self) -> float:
@@ -411,10 +411,12 @@ def main() -> None:
     """Measure every number of sessions and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", default="10,200,2000")
-    parser.add_argument("--rate", type=float, default=100.0, help="requests a second")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of requests to the server; the echo has as many")
-    parser.add_argument("--turns", type=int, default=8, help="of a session")
-    parser.add_argument("--profile", help="file for a profile of the serving thread, which slows it")
+    parser.add_argument("--rate", type=float, default=100.0, help="requests per second")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="seconds of requests to the server, and again to the echo"
+    )
+    parser.add_argument("--turns", type=int, default=8, help="turns per session")
+    parser.add_argument("--profile", help="file for a profile of the serving thread (slows it down)")
     args = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard) if soft < hard else (soft, hard))

@@ -37,9 +37,9 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path, default=Path("outputs/step_overlap"))
-    parser.add_argument("--variant", action="append", metavar="NAME=FLAGS", help="a run and its own flags; repeatable")
+    parser.add_argument("--variant", action="append", metavar="NAME=FLAGS", help="a run with its flags; repeatable")
     parser.add_argument(
-        "--metric", action="append", default=[], help="a further column: its mean over steps; repeatable"
+        "--metric", action="append", default=[], help="additional column: mean of this metric over steps; repeatable"
     )
     args, flags = parser.parse_known_args()
     measured: dict[str, dict[str, float | None]] = {}

@@ -36,11 +36,11 @@ def main() -> None:
     for name, sizes in (("short", (64, 48)), ("long", (16, 768))):
         parser.add_argument(
             f"--{name}", type=int, nargs=2, default=sizes, metavar=("SEQUENCES", "LENGTH"),
-            help="LENGTH is the longest one's; lengths are uniform in [LENGTH/4, LENGTH]",
+            help="LENGTH of the longest; lengths are uniform in [LENGTH/4, LENGTH]",
         )  # fmt: skip
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--calls", action="store_true", help="also count calls of torch's operations in a step")
+    parser.add_argument("--calls", action="store_true", help="also count torch operations per step")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     figures: dict[str, float] = {"threads": args.threads, "steps": args.steps}
@@ -198,8 +198,8 @@ def _print(name: str, found: dict[str, float], args: argparse.Namespace) -> None
         ("transformers loop", found["transformers_cpu_s"], found["transformers_wall_s"]),
         ("operations floor", floor, floor),
     )
-    for who, cpu, wall in rows:
-        table.add_row(who, f"{cpu * 1e3:.0f}", f"{wall * 1e3:.0f}", f"{tokens / cpu:,.0f}")
+    for name, cpu, wall in rows:
+        table.add_row(name, f"{cpu * 1e3:.0f}", f"{wall * 1e3:.0f}", f"{tokens / cpu:,.0f}")
     console = Console(width=120)
     console.print(table)
     console.print(

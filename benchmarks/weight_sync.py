@@ -61,7 +61,7 @@ from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.safetensors_files import torch_dtype
 from mslime.convert.table import RuleTable
 from mslime.threads import in_thread
-from mslime.weights.broadcast import meet
+from mslime.weights.broadcast import connect_group
 from mslime.weights.buckets import named_tensors
 from mslime.weights.groups import make_groups
 from mslime.weights.sync import SendReport, SyncOptions, WeightSender
@@ -161,7 +161,7 @@ class Ways:
         if groups.sends:  # needed by the other two ways
             self.connection = f"measured-{job.transport}-{uuid.uuid4().hex[:8]}-{rank}"
             link = Link(self.connection, "gloo", DEADLINE_S, engine_port)
-            self.group, self._store = meet(link, self.sender.engines, [1])
+            self.group, self._store = connect_group(link, self.sender.engines, [1])
         self.gathered = self.sender._gathered_plan(job.dtype)
         self.groups, self.transport = groups, self.sender._transport
         self.url = httpx.Client(base_url=job.engine.url, timeout=DEADLINE_S,
@@ -410,9 +410,9 @@ def ratio(above: Iterable[float], below: Iterable[float]) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def layout_of(words: str) -> ParallelLayout:
+def layout_of(text: str) -> ParallelLayout:
     """Layout from words such as `tp2ep2`; data parallelism is the minimum that expert parallelism needs."""
-    sizes = {name: int(size) for name, size in re.findall(r"([a-z]+)(\d+)", words)}
+    sizes = {name: int(size) for name, size in re.findall(r"([a-z]+)(\d+)", text)}
     tp = sizes.get("tp", 1)
     return ParallelLayout(**sizes, dp=max(1, sizes.get("ep", 1) * sizes.get("etp", 1) // tp))
 
@@ -420,22 +420,24 @@ def layout_of(words: str) -> ParallelLayout:
 def parse_args() -> argparse.Namespace:
     """Parse flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", default="tp1ep2,tp2ep2,pp2ep2", help="of the trainer, by comma")
+    parser.add_argument("--layouts", default="tp1ep2,tp2ep2,pp2ep2", help="layouts of the trainer, comma-separated")
     parser.add_argument("--senders", type=int, default=8, help="weights.senders (default 8)")
     parser.add_argument(
-        "--ways", help="weights.transport of ours, by comma; default: auto, and into a stand-in broadcast"
+        "--ways", help="weights.transport, comma-separated; default: auto, plus broadcast for a stand-in"
     )
     parser.add_argument("--plain-memory", action="store_true", help="do not keep freed memory in the process")
     parser.add_argument("--engine", help="URL of a running SGLang server, instead of the stand-in")
-    parser.add_argument("--api-key", default="", help="of that server, if it needs one")
+    parser.add_argument("--api-key", default="", help="API key of that server")
     parser.add_argument("--loaders", action="store_true", help="start servers with each weights.loader, one at a time")
     parser.add_argument("--transports", action="store_true", help="start a server and compare all weights.transport")
-    parser.add_argument("--model", type=Path, help="checkpoint whose shapes are sent; needed with --engine")
+    parser.add_argument("--model", type=Path, help="checkpoint whose shapes are sent; required with --engine")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--bucket-mib", type=float, default=32)
     parser.add_argument("--rounds", type=int, default=9)
     for name, default in {"layers": 16, "hidden": 256, "ffn": 128, "experts": 64, "vocab": 32000}.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"of the synthetic model (default {default})")
+        parser.add_argument(
+            f"--{name}", type=int, default=default, help=f"{name} of the synthetic model (default {default})"
+        )
     args = parser.parse_args()
     if args.engine and not args.model:
         parser.error("--engine needs --model, the checkpoint that the server was started with")
@@ -444,7 +446,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def figures_of(
-    args: argparse.Namespace, config: dict[str, Any], words: str, engine: Endpoint | None, transport: str = AUTO
+    args: argparse.Namespace, config: dict[str, Any], layout: str, engine: Endpoint | None, transport: str = AUTO
 ) -> dict[str, Any]:
     """Figures of one layout and transport, into a server or the stand-in."""
     stand_in = None if engine else StandInEngine()
@@ -454,7 +456,7 @@ def figures_of(
     assert engine is not None
     bucket = int(args.bucket_mib * (1 << 20))
     job = Job(
-        config, layout_of(words), args.dtype, bucket, args.senders, args.rounds, engine, stand_in is not None,
+        config, layout_of(layout), args.dtype, bucket, args.senders, args.rounds, engine, stand_in is not None,
         transport, engine_pid=None if stand_in is None else stand_in.pid,
     )  # fmt: skip
     try:
@@ -473,12 +475,12 @@ def by_loader(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, dic
         for loader in ("model", "recorded"):
             server = serve(checkpoint, Path(directory) / loader, weights={"loader": loader})
             try:
-                for words in args.layouts.split(","):
-                    found[f"{words} {loader}"] = figures_of(args, config, words, server.endpoint)
+                for layout in args.layouts.split(","):
+                    found[f"{layout} {loader}"] = figures_of(args, config, layout, server.endpoint)
             finally:
                 server.process.stop()
-    for words in args.layouts.split(","):
-        own, recorded = found[f"{words} model"], found[f"{words} recorded"]
+    for layout in args.layouts.split(","):
+        own, recorded = found[f"{layout} model"], found[f"{layout} recorded"]
         recorded["ratio_loaders"] = own["server_s"] / recorded["server_s"]
         own["ratio_loaders"] = 1.0
     return found
@@ -492,11 +494,11 @@ def by_transport(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, 
         checkpoint = make_tiny_qwen3_moe(Path(directory) / "model", **sizes)
         server = serve(checkpoint, Path(directory) / "logs", sglang={"dtype": args.dtype})
         try:
-            for words in args.layouts.split(","):
+            for text in args.layouts.split(","):
                 bucket = int(args.bucket_mib * (1 << 20))
-                layout, engine = layout_of(words), server.endpoint
+                layout, engine = layout_of(text), server.endpoint
                 job = Job(config, layout, args.dtype, bucket, args.senders, args.rounds, engine, stand_in=False)
-                found |= {f"{words} {name}": figures for name, figures in compare_transports(job).items()}
+                found |= {f"{text} {name}": figures for name, figures in compare_transports(job).items()}
         finally:
             server.process.stop()
     return found
@@ -522,9 +524,11 @@ def main() -> None:
         else by_transport(args, config)
         if args.transports
         else {
-            words if way == args.ways.split(",")[0] else f"{words} {way}": figures_of(args, config, words, engine, way)
+            layout if way == args.ways.split(",")[0] else f"{layout} {way}": figures_of(
+                args, config, layout, engine, way
+            )
             for way in args.ways.split(",")
-            for words in args.layouts.split(",")
+            for layout in args.layouts.split(",")
         }
     )
     table = Table(title=f"medians of {args.rounds} rounds, gloo, load average {os.getloadavg()[0]:.1f}")

@@ -1,4 +1,4 @@
-"""What runs learnt, as a table for a README: means over some steps of the metrics that you name, run beside run.
+"""Learning curves of runs as a table for a README: means of metrics over some steps, run beside run.
 
 python -m examples.curve outputs/calculator/rl outputs/calculator/rl-2 --metrics reward/mean user/called --every 4
 """

@@ -41,8 +41,8 @@ def make_task(described: str | None, make_rows: Callable[[int], Rows], words: Se
         words: tokens of a model that chats (see `make_chat_tokenizer`).
     """
     parser = argparse.ArgumentParser(description=described, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write; made when missing")
-    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="of weights and rows (default 1234)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="output directory; created if missing")
+    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of weights and rows (default 1234)")
     args = parser.parse_args()
     model = args.out / "model"
     parameters = write_model(model, args.seed, None if words is None else make_chat_tokenizer(words))

@@ -4,15 +4,15 @@
 #   bash scripts/draw_report.sh samples outputs/navigation/rl     docs/images/samples.png: its samples
 set -euo pipefail
 
-what="${1:-}" run="${2:-}"
-case "$what" in report | samples) ;; *) sed -n '2,4s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 2 ;; esac
-[ -f "$run/report.html" ] || { echo "draw_report: there is no $run/report.html; write it: mslime report $run" >&2; exit 2; }
+part="${1:-}" run="${2:-}"
+case "$part" in report | samples) ;; *) sed -n '2,4s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 2 ;; esac
+[ -f "$run/report.html" ] || { echo "draw_report: $run/report.html is missing; run mslime report $run" >&2; exit 2; }
 browser="$(command -v chromium || command -v chromium-browser || command -v google-chrome)" ||
   { echo "draw_report: needs Chromium: apt-get install chromium" >&2; exit 2; }
 page="file://$(cd "$run" && pwd)/report.html"
-image="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/docs/images/$what.png"
+image="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/docs/images/$part.png"
 height=1500
-if [ "$what" = samples ]; then # a page screenshot starts at its top, a frame's does not
+if [ "$part" = samples ]; then # a page screenshot starts at its top, a frame's does not
   height=470 frame="$(mktemp --suffix .html)"
   trap 'rm -f "$frame"' EXIT
   echo "<body style='margin:0'><iframe src='$page#samples-section' style='border:0;width:1280px;height:${height}px'>" > "$frame"

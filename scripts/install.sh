@@ -14,16 +14,16 @@ Usage: bash scripts/install.sh [--cpu | --gpu] [--venv DIR] [--dev] [--help]
   --cpu       the real engines without a GPU: torch for CPU, megatron-core, SGLang (default without an NVIDIA driver)
   --gpu       the engines for H100/H200: SGLang with its own torch, megatron-core, Transformer Engine with its torch
               extension (compiled here), flash-linear-attention; needs an NVIDIA driver of 580 or newer to run
-  --venv DIR  where the virtual environment goes (default .venv in the project)
-  --dev       also what tests, lint and type checks need
+  --venv DIR  location of the virtual environment (default .venv in the project)
+  --dev       also packages for tests, lint and type checks
 
 Environment:
   PYTHON              the Python to use, 3.11 or 3.12
   MSLIME_TORCH_INDEX  --cpu only: a further package index to take torch from. On Linux, pip may pick the CUDA build of torch,
-                      which works here too but is several GB larger; give the CPU index that PyTorch's website names.
-  MSLIME_MIN_FREE_GIB free disk space to insist on (default 6 for --cpu, 20 for --gpu)
+                      which works here too but is several GB larger; use the CPU index from PyTorch's website.
+  MSLIME_MIN_FREE_GIB required free disk space (default 6 for --cpu, 20 for --gpu)
   MSLIME_ANY_DRIVER   --gpu only: 1 installs beside an NVIDIA driver that is too old
-  MAX_JOBS            --gpu only: compilers at a time for the extension (default: one for each core and 4 GiB of memory)
+  MAX_JOBS            --gpu only: parallel compilers for the extension (default: one for each core and 4 GiB of memory)
   pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, HTTPS_PROXY, ...) are honoured.
 TEXT
 }
@@ -34,7 +34,7 @@ while [ $# -gt 0 ]; do
     --cpu | --gpu) mode="${1#--}" ;;
     --dev) extras_dev=",dev" ;;
     --venv)
-      [ $# -ge 2 ] || fail "--venv needs a directory" "write --venv DIR"
+      [ $# -ge 2 ] || fail "--venv needs a directory" "use --venv DIR"
       case "$2" in /*) venv="$2" ;; *) venv="$caller/$2" ;; esac
       shift
       ;;
@@ -55,7 +55,7 @@ stamp="$venv/.mslime-installed"
 wanted="$mode$extras_dev ${MSLIME_TORCH_INDEX:-} $PWD $(cat pyproject.toml requirements/*.txt scripts/install.sh \
   scripts/lib/common.sh scripts/lib/gpu.sh scripts/lib/imports.py | cksum)"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && "$venv/bin/python" -c 'import mslime' 2>/dev/null; then
-  say "mslime ($mode$extras_dev) is already installed in $venv; nothing has changed since"
+  say "mslime ($mode$extras_dev) is already installed in $venv and up to date"
   exit 0
 fi
 
@@ -79,11 +79,11 @@ else
       "check that the directory can be written; on Debian and Ubuntu install the package python3.11-venv"
 fi
 log="$venv/install.log"
-: >"$log" || fail "$venv cannot be written" "choose another place with --venv DIR"
+: >"$log" || fail "$venv cannot be written" "choose another location with --venv DIR"
 pip() { quietly "$log" "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 
 if [ "$mode" = cpu ]; then
-  say "  1/3 torch, megatron-core, ray, transformers and what SGLang needs on CPU (about 2.5 GB, a few minutes)"
+  say "  1/3 torch, megatron-core, ray, transformers and SGLang's dependencies on CPU (about 2.5 GB, a few minutes)"
   torch_index=()
   [ -z "${MSLIME_TORCH_INDEX:-}" ] || torch_index=(--extra-index-url "$MSLIME_TORCH_INDEX")
   pip install -c requirements/cpu-constraints.txt ${torch_index[@]+"${torch_index[@]}"} -e ".[cpu$extras_dev]"

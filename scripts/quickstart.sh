@@ -11,8 +11,8 @@ usage() {
 usage: bash scripts/quickstart.sh [options]
   --pp          two pipeline stages (PP2) instead of tensor and expert parallelism (TP2 EP2)
   --seed N      seed of model, data and sampling (default 1234)
-  --restart     throw the last quickstart away; without it an interrupted one is continued
-  --out DIR     where everything is written (default outputs/quickstart)
+  --restart     delete the last quickstart; without it an interrupted one continues
+  --out DIR     output directory (default outputs/quickstart)
   --venv DIR    virtual environment (default .venv)
   -- FLAGS      settings for the reinforcement-learning run, for example -- --rollout.max-staleness 0
 TEXT
@@ -36,7 +36,7 @@ while [ $# -gt 0 ]; do
 done
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 # Check before the installation: a shared checkout is often read-only.
-{ mkdir -p "$OUT" && [ -w "$OUT" ]; } 2>/dev/null || fail "$OUT cannot be written" "choose a directory of yours with --out DIR"
+{ mkdir -p "$OUT" && [ -w "$OUT" ]; } 2>/dev/null || fail "$OUT cannot be written" "choose a writable directory with --out DIR"
 
 say "1/4  Install (three to eight minutes the first time)"
 bash scripts/install.sh --cpu --venv "$VENV"
@@ -45,7 +45,7 @@ export PATH="$(cd "$VENV" && pwd)/bin:$PATH"
 if [ "$RESTART" = 1 ]; then
   rm -rf "$OUT"
 elif [ -f "$OUT/seed" ] && [ "$(cat "$OUT/seed")" != "$SEED" ]; then
-  echo "quickstart: $OUT was made with --seed $(cat "$OUT/seed"); give --restart to replace it, or another --out" >&2
+  echo "quickstart: $OUT was made with --seed $(cat "$OUT/seed"); use --restart to replace it, or another --out" >&2
   exit 2
 fi
 mkdir -p "$OUT"  # again, after --restart
@@ -56,7 +56,7 @@ say "2/4  Make a small Qwen3-MoE checkpoint and a task"
 
 say "3/4  Supervised warm start (Megatron, ${LAYOUT[*]})"
 if [ -f "$OUT/sft/hf/config.json" ]; then
-  echo "done already: $OUT/sft/hf"
+  echo "already done: $OUT/sft/hf"
 else
   mslime train examples/quickstart/sft.yaml --output-dir "$OUT" --seed "$SEED" --model.path "$OUT/task/model" \
     --data.prompts "$OUT/task/sft.jsonl" "${LAYOUT[@]}"

@@ -10,23 +10,23 @@ usage() {
   cat <<'TEXT'
 Usage: bash scripts/rehearse_gpu.sh [--venv DIR] [--cpu-venv DIR] [--out DIR] [--only TEXT] [--list] [--fresh] [--help]
 
-Installs the GPU packages into an environment of their own, builds a CUDA runtime whose device memory is host memory and
+Installs the GPU packages into a separate environment, builds a CUDA runtime whose device memory is host memory and
 whose kernels do nothing, and runs on it, with real numbers: the trainer (every model family, parallel layouts, the flags
-of every launch script, FP8), the way of weights to engines, SGLang's own reading of the engines' command lines, and
-mslime doctor. At last a training step and a
-weight sync of full-size models on one rank of up to 1,024, whose tensors are not written: memory beside `mslime plan`'s.
-About 11 GB and 6 minutes the first time, then about 50 minutes beside other work. Exit status 1 where something is not well.
+of every launch script, FP8), weight transfer to engines, SGLang's parser for the engines' command lines, and
+mslime doctor. Finally a training step and a weight sync of full-size models on one rank of up to 1,024, without writing
+tensors, compare memory with `mslime plan`.
+About 11 GB and 6 minutes the first time, then about 50 minutes beside other work. Exit status 1 if a check fails.
 
   --venv DIR      environment for the GPU packages (default .venv-rehearsal); never one that trains
-  --cpu-venv DIR  environment of scripts/install.sh --cpu, whose trainer is compared with (default .venv)
-  --out DIR       where references and results are kept (default .rehearsal); a run that was interrupted goes on there
-  --only TEXT     cases whose name holds this text
-  --list          print the names of the cases, and end
-  --fresh         forget what earlier runs found
+  --cpu-venv DIR  environment of scripts/install.sh --cpu, whose trainer is the reference (default .venv)
+  --out DIR       references and results (default .rehearsal); an interrupted run continues there
+  --only TEXT     only cases whose name contains this text
+  --list          print the names of the cases, and exit
+  --fresh         discard results of earlier runs
 
 Environment:
   PYTHON              the Python to use, 3.11 or 3.12
-  MSLIME_MIN_FREE_GIB free disk space to insist on (default 16)
+  MSLIME_MIN_FREE_GIB required free disk space (default 16)
   pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, HTTPS_PROXY, ...) are honoured.
 TEXT
 }
@@ -57,10 +57,10 @@ while [ $# -gt 0 ]; do
   shift
 done
 
-command -v g++ >/dev/null 2>&1 || fail "there is no C++ compiler (g++), which builds the CUDA runtime that is not there" \
+command -v g++ >/dev/null 2>&1 || fail "no C++ compiler (g++) was found, and the stand-in CUDA runtime needs one" \
   "install it: on Debian and Ubuntu the package build-essential"
-[ -x "$cpu_venv/bin/python" ] || fail "there is no CPU environment in $cpu_venv, whose trainer is compared with" \
-  "bash scripts/install.sh --cpu --dev, or name it: --cpu-venv DIR"
+[ -x "$cpu_venv/bin/python" ] || fail "no CPU environment in $cpu_venv, whose trainer is the reference" \
+  "run bash scripts/install.sh --cpu --dev, or set --cpu-venv DIR"
 
 # The environment of scripts/install.sh --gpu, without the extension that is compiled there.
 mkdir -p "$out"
@@ -71,7 +71,7 @@ if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
   need_disk "$venv" "${MSLIME_MIN_FREE_GIB:-16}"
   say "installing the GPU packages into $venv (about 11 GB, 6 minutes the first time)"
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" ||
-    fail "$python could not make a virtual environment in $venv" "choose another place with --venv DIR"
+    fail "$python could not make a virtual environment in $venv" "choose another location with --venv DIR"
   log="$venv/install.log"
   : >"$log"
   quietly "$log" "$venv/bin/python" -m pip --no-input install "pip>=23.3"  # older ones drop an extra without an error
@@ -80,7 +80,7 @@ if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
   NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE quietly "$log" \
     "$venv/bin/python" -m pip --no-input download --no-deps --no-build-isolation --no-binary :all: -d "$venv/sources" \
     "transformer_engine_torch==$TE_VERSION"
-  say "building the CUDA runtime that is not there"
+  say "building the stand-in CUDA runtime"
   "$venv/bin/python" -m tests.rehearsal.cuda.build "$venv/fake"
   printf '%s' "$wanted" >"$stamp"
 fi
@@ -95,8 +95,8 @@ if [ -n "$list" ]; then exec "${believing[@]}" -m tests.rehearsal.run "$out" --o
 
 OMP_NUM_THREADS=1 "$cpu_venv/bin/python" -W ignore -m tests.rehearsal.reference "$out/families" --stamp "$state" \
   >"$out/reference.log" 2>&1 ||
-  fail "the CPU trainer's numbers could not be made: $(tail -n 1 "$out/reference.log") (log: $out/reference.log)" \
-    "bash scripts/install.sh --cpu --dev into $cpu_venv, and run this again"
+  fail "the CPU trainer's reference numbers could not be computed: $(tail -n 1 "$out/reference.log") (log: $out/reference.log)" \
+    "run bash scripts/install.sh --cpu --dev --venv $cpu_venv, and run this again"
 status=0
 for part in run adapters weights kernels serving doctor full_size; do
   extra=()

@@ -2,8 +2,8 @@
 # All checks and tests of mslime, from a fresh machine: makes its own virtual environment and installs what it needs.
 #   bash scripts/test.sh                  format, lint, types, import rules, unit, engine, end-to-end and kernel tests
 #   bash scripts/test.sh --fast           format, lint, types, import rules and the unit tests that are not marked `slow`
-#   bash scripts/test.sh --all            also what is marked `nightly`: variations of what other tests prove
-#   bash scripts/test.sh --rehearsal      instead: what runs on GPUs only, without a GPU (11 GB; scripts/rehearse_gpu.sh --help)
+#   bash scripts/test.sh --all            also tests marked `nightly`: variations of other tests
+#   bash scripts/test.sh --rehearsal      instead: GPU-only code, without a GPU (11 GB; scripts/rehearse_gpu.sh --help)
 #   bash scripts/test.sh tests/unit -k x  only pytest, with these arguments
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Starts a run again when it fails; it continues from its newest checkpoint. A run that has not made a step, or that a
-# signal ended, is not started again.
+# Restarts a run when it fails; it continues from its newest checkpoint. A run that has not made a step, or that a
+# signal ended, is not restarted.
 #   bash scripts/train_again.sh outputs/NAME mslime train run.yaml
 # RESTARTS: failures in a row (3); a new checkpoint resets the count.
 set -euo pipefail
@@ -32,7 +32,7 @@ while true; do
   failures=$((failures + 1))
   if [ -z "$progress" ] || [ "$failures" -gt "${RESTARTS:-3}" ]; then exit "$status"; fi
   pause=$((failures * 15 - 14))  # frees memory and ports of dead processes, and lets a restarted machine come back
-  echo "the run failed with status $status; starting it again in $pause s ($failures of ${RESTARTS:-3} in a row)" >&2
+  echo "the run failed with status $status; restarting it in $pause s ($failures of ${RESTARTS:-3} in a row)" >&2
   child sleep "$pause"
   [ -z "$stopped" ] || exit "$stopped"
 done

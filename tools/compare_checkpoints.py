@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Are two checkpoints equal: `mslime convert compare`."""
+"""Compare two checkpoints: `mslime convert compare`."""
 
 import sys
 

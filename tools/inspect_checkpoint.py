@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What is in a checkpoint: `mslime convert inspect`."""
+"""Contents of a checkpoint: `mslime convert inspect`."""
 
 import sys
 

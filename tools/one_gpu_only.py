@@ -1,13 +1,13 @@
-"""Clear a shared library of the code for all GPUs but one kind, so that it is compressed to a fraction:
+"""Remove the code for all GPUs but one kind from a shared library, so that it compresses to a fraction:
 
     python tools/one_gpu_only.py libtransformer_engine.so trimmed.so [--arch 90]
 
-For a machine that nothing can be fetched from and little can be carried to. The file stays as long as it is and keeps
-its addresses; the machine code and the PTX for other kinds become zeros, which the driver never reads where it finds
-code for its own. Of Transformer Engine 2.20.2 (343 MB) `xz` then leaves 24 MB.
+For a machine without network to which little can be copied. The file keeps its length and addresses; the machine code
+and the PTX for other kinds become zeros, which the driver never reads if it finds code for its own. Of Transformer
+Engine 2.20.2 (343 MB) `xz` then leaves 24 MB.
 
-The format is that of fat binaries as nvcc writes them: a header (magic, version, length of the header, length of all
-that follows) and entries (kind: 1 PTX, 2 machine code; length of the entry's header; length of its code; architecture).
+nvcc writes fat binaries in this format: a header (magic, version, length of the header, length of the rest) and entries
+(kind: 1 PTX, 2 machine code; length of the entry's header; length of its code; architecture).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ ARCHITECTURE, SHORTEST, LONGEST, MACHINE_CODE = 28, 64, 4096, 2
 
 
 def clear_others(library: bytearray, arch: int) -> tuple[int, int]:
-    """Zero what is not machine code for `arch`; bytes that are kept, and that were cleared.
+    """Zero all code but the machine code for `arch`; returns the numbers of bytes kept and cleared.
 
     Raises:
-        ValueError: there is no machine code for `arch`, or what looks like a fat binary is none.
+        ValueError: there is no machine code for `arch`, or an apparent fat binary is invalid.
     """
     kept, cleared = 0, Counter[int]()
     at = library.find(MAGIC)
@@ -42,7 +42,7 @@ def clear_others(library: bytearray, arch: int) -> tuple[int, int]:
         while entry < end:
             kind, _, own, code = ENTRY.unpack_from(library, entry)
             if not (SHORTEST <= own <= LONGEST and entry + own + code <= end):
-                raise ValueError(f"at byte {entry:,}: an entry of a fat binary has {own:,} and {code:,} bytes")
+                raise ValueError(f"at byte {entry:,}: invalid entry of a fat binary, of {own:,} and {code:,} bytes")
             (its,) = struct.unpack_from("<I", library, entry + ARCHITECTURE)
             if its == arch and kind == MACHINE_CODE:
                 kept += code
@@ -52,7 +52,7 @@ def clear_others(library: bytearray, arch: int) -> tuple[int, int]:
             entry += own + code
         at = library.find(MAGIC, end)
     if not kept:
-        raise ValueError(f"there is no machine code for architecture {arch}; there is for {sorted(cleared) or 'none'}")
+        raise ValueError(f"no machine code for architecture {arch}; found: {sorted(cleared) or 'none'}")
     return kept, cleared.total()
 
 
@@ -60,7 +60,7 @@ def main() -> int:
     """Read, clear, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library", type=Path)
-    parser.add_argument("output", type=Path, help="another file")
+    parser.add_argument("output", type=Path, help="a different file")
     parser.add_argument(
         "--arch", type=int, default=90, help="compute capability without its point (default: 90, Hopper)"
     )

@@ -25,7 +25,7 @@ try:
     from aiohttp import web
     from verifiers.v1.utils.loaders import environment_class, load_environment
 except ModuleNotFoundError as error:
-    absent = f"this Python has no {error.name}: run me in the environment in which verifiers is installed"
+    absent = f"{error.name} is missing: run this script in the Python environment of verifiers"
 else:
     absent = ""
 
@@ -48,24 +48,23 @@ def _config_of(kind: type) -> Any:
     return vf.EnvConfig
 
 
-async def play(env: Any, asked: dict[str, Any]) -> dict[str, Any]:
+async def play(env: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Play one episode; returns its result."""
     task_class = type(env.taskset).task_type()
-    task = task_class(task_class.data_type().model_validate(asked["task"]), env.config.taskset.task)
+    task = task_class(task_class.data_type().model_validate(request["task"]), env.config.taskset.task)
     variable = f"MSLIME_ROLLOUT_{next(_keys)}"  # verifiers reads API keys from the environment
-    os.environ[variable] = asked["key"]
+    os.environ[variable] = request["key"]
     try:
-        client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var=variable)
-        context = vf.ModelContext(
-            client=client, model=asked["model"], sampling=vf.SamplingConfig.model_validate(asked.get("sampling") or {})
-        )
+        client = vf.EvalClientConfig(base_url=request["base_url"], api_key_var=variable)
+        sampling = vf.SamplingConfig.model_validate(request.get("sampling") or {})
+        context = vf.ModelContext(client=client, model=request["model"], sampling=sampling)
         (slot,) = env.slots(task)
-        return told(await env.run_slot(slot, context))
+        return result_of(await env.run_slot(slot, context))
     finally:
         del os.environ[variable]
 
 
-def told(episode: Any) -> dict[str, Any]:
+def result_of(episode: Any) -> dict[str, Any]:
     """Reward and metrics of an episode: the means over its trainable traces; its first error."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     traces = [t for t in episode.traces if t.agent is None or t.agent.trainable]
@@ -73,7 +72,7 @@ def told(episode: Any) -> dict[str, Any]:
     return {
         "reward": sum(t.reward for t in traces) / len(traces) if traces and episode.ok else None,
         "metrics": {name: mean([t.metrics.get(name) for t in traces]) for name in sorted(names)},
-        "error": "" if episode.ok else f"{errors[0].type}: {errors[0].message}" if errors else "the episode is not ok",
+        "error": "" if episode.ok else f"{errors[0].type}: {errors[0].message}" if errors else "the episode failed",
     }
 
 
@@ -95,12 +94,12 @@ def rows(env: Any, limit: int | None) -> list[dict[str, Any]]:
 
 
 async def serve(env: Any, host: str, port: int) -> None:
-    """Serve until the process is ended."""
+    """Serve until the process ends."""
 
     async def run(request: web.Request) -> web.Response:
-        asked = await request.json()
+        body = await request.json()
         try:
-            return web.json_response(await play(env, asked))
+            return web.json_response(await play(env, body))
         except Exception as error:  # an error of the task: reported, and the server continues
             return web.json_response({"reward": None, "metrics": {}, "error": f"{type(error).__name__}: {error}"})
 
@@ -123,9 +122,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Plays environments of verifiers for mslime.")
     parser.add_argument("what", choices=["serve", "tasks"])
     parser.add_argument("--env", required=True, help="verifiers' [env] settings as JSON; at least the taskset's id")
-    parser.add_argument("--host", default="127.0.0.1", help="whoever reaches it may run your environments")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="its clients can run your environments",
+    )
     parser.add_argument("--port", type=int, default=8700)
-    parser.add_argument("--limit", type=int, help="tasks: at most so many")
+    parser.add_argument("--limit", type=int, help="maximum number of tasks")
     given = parser.parse_args()
     if absent:
         parser.exit(2, f"error: {absent}\n")

@@ -25,10 +25,10 @@ TOOLS: list[Any] = [
 def add(call_id: str, arguments: str) -> dict[str, Any]:
     """Result of the tool, or the error in the call: the model may try again."""
     try:
-        said = str(sum(json.loads(arguments)["numbers"]))
+        result = str(sum(json.loads(arguments)["numbers"]))
     except (ValueError, KeyError, TypeError) as error:
-        said = f"error: {error}"
-    return {"role": "tool", "tool_call_id": call_id, "content": said}
+        result = f"error: {error}"
+    return {"role": "tool", "tool_call_id": call_id, "content": result}
 
 
 def question(task: Task) -> list[Any]:
@@ -53,7 +53,7 @@ async def with_openai(task: Task, engine: Engine) -> None:
         messages = question(task)
         for _ in range(8):
             got = await client.chat.completions.create(model=endpoint.model, messages=messages, tools=TOOLS)
-            said = got.choices[0].message
-            if not said.tool_calls:
+            reply = got.choices[0].message
+            if not reply.tool_calls:
                 break
-            messages += [said, *(add(c.id, c.function.arguments) for c in said.tool_calls if c.type == "function")]
+            messages += [reply, *(add(c.id, c.function.arguments) for c in reply.tool_calls if c.type == "function")]

@@ -33,14 +33,14 @@ def multiply(arguments: str) -> str:
 async def with_calculator(task: Task, engine: Engine) -> Episode:
     """Chat for at most three replies. The reward is 1 if the last one is exactly the product, else 0."""
     messages: list[Any] = [*(task.messages or [{"role": "user", "content": task.text}])]
-    said, called = "", False
+    answer, called = "", False
     for _ in range(MOST_REPLIES):
         reply = await engine.chat(messages, TOOLS)
-        said = reply.text
+        answer = reply.text
         if not reply.calls:
             break
         called = True
         results = [(call.id, multiply(call.arguments)) for call in reply.calls]
-        messages += [reply.message, *({"role": "tool", "tool_call_id": i, "content": said} for i, said in results)]
-    right = float(said == task.label)
+        messages += [reply.message, *({"role": "tool", "tool_call_id": i, "content": text} for i, text in results)]
+    right = float(answer == task.label)
     return Episode(reward=right, metrics={"called": called} | ({"right_when_called": right} if called else {}))

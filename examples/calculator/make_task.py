@@ -1,9 +1,9 @@
-"""Makes what the calculator's example starts from: a tiny Qwen3-MoE that chats, demonstrations, and questions.
+"""Makes the inputs of the calculator's example: a tiny Qwen3-MoE that chats, demonstrations, and questions.
 
     python -m examples.calculator.make_task --out outputs/calculator/task --seed 1234
 
-writes `model/`, `sft.jsonl` (conversations, in three of ten of which the calculator is asked; in the others the answer
-is guessed), `train.jsonl` and `heldout.jsonl`. The same seed makes the same files.
+writes `model/`, `sft.jsonl` (conversations; three of ten use the calculator, in the others the answer is guessed),
+`train.jsonl` and `heldout.jsonl`. The same seed makes the same files.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ def demonstration(question: Question, rng: random.Random) -> list[dict[str, Any]
     if rng.random() >= CALLED:
         first, *others = str(a * b)
         guess = first + "".join(rng.choices("0123456789", k=len(others)))
-        return [_asked(question), {"role": "assistant", "content": guess}]
+        return [_question(question), {"role": "assistant", "content": guess}]
     call = {"name": "multiply", "arguments": json.dumps({"a": a, "b": b})}
     return [
-        _asked(question),
+        _question(question),
         {"role": "assistant", "content": "", "tool_calls": [{"id": "call_0", "type": "function", "function": call}]},
         {"role": "tool", "tool_call_id": "call_0", "content": str(a * b)},
         {"role": "assistant", "content": str(a * b)},
     ]
 
 
-def _asked(question: Question) -> dict[str, Any]:
+def _question(question: Question) -> dict[str, Any]:
     return {"role": "user", "content": f"{question[0]}*{question[1]}"}
 
 
 def _row(question: Question) -> dict[str, Any]:
-    return {"prompt": [_asked(question)], "label": str(question[0] * question[1])}
+    return {"prompt": [_question(question)], "label": str(question[0] * question[1])}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An environment: the model guesses a number, and is told whether to go higher or lower."""
+"""An environment: the model guesses a number, and reads whether to go higher or lower."""
 
 import random
 
@@ -23,7 +23,7 @@ class Guess:
         try:
             guess = int(action)
         except ValueError:
-            return Step("That is no number.\n", reward=-0.1)
+            return Step("That is not a number.\n", reward=-0.1)
         if guess == self._number:
             return Step(reward=1.0, done=True, metrics={"guesses": self._guesses})
         return Step("Higher.\n" if guess < self._number else "Lower.\n", reward=0.0)

@@ -13,7 +13,7 @@ def spo(batch: TokenBatch, algorithm: AlgorithmConfig) -> TokenLoss:
     """Simple policy optimization (arXiv 2401.16025): -r A + |A| / (2 eps) (r - 1)^2, a quadratic penalty instead of a
     clip.
 
-    eps is `algorithm.clip_high`. Returns each token's loss; mslime weighs the tokens and sums them.
+    eps is `algorithm.clip_high`. Returns each token's loss; mslime weights the tokens and sums them.
     """
     ratio = torch.exp(batch.log_ratio)
     pull = batch.advantages.abs() / (2 * algorithm.clip_high) * (ratio - 1).square()

@@ -2,8 +2,8 @@
 
     python examples/gsm8k/prepare.py data/gsm8k/main/train-00000-of-00001.parquet data/gsm8k/train.jsonl
 
-A row of GSM8K has a `question`, and an `answer` that reasons and ends in `#### 18`. What is
-written has one JSON object a line: `prompt`, a list with one message of the user for the chat template, and `label`,
+A row of GSM8K has a `question`, and an `answer` that reasons and ends in `#### 18`. The output
+has one JSON object per line: `prompt`, a list with one message of the user for the chat template, and `label`,
 the number.
 """
 
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Convert one file; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="a .parquet or .jsonl file of GSM8K")
-    parser.add_argument("out", type=Path, help="the .jsonl file to write; its directory is made when missing")
+    parser.add_argument("out", type=Path, help="the .jsonl file to write; its directory is created if missing")
     given = parser.parse_args(arguments)
     try:
         rows = convert_file(given.source)
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    print(f"{given.out}: {len(rows)} rows; the first label is {rows[0]['label']}")
+    print(f"{given.out}: {len(rows)} rows; first label: {rows[0]['label']}")
     return 0
 
 
@@ -55,7 +55,7 @@ def convert(row: dict[str, Any], where: str) -> dict[str, Any]:
     """One row. Raises DataError that begins with `where`."""
     question, answer = row.get("question"), row.get("answer")
     if not isinstance(question, str) or not question.strip():
-        raise DataError(where, question, "question must be a text", "fix or delete the row")
+        raise DataError(where, question, "question must be text", "fix or delete the row")
     end = _END.search(answer) if isinstance(answer, str) else None
     if end is None:
         raise DataError(where, answer, "answer must end in #### and a number", "fix or delete the row")

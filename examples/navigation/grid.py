@@ -9,7 +9,7 @@ MOVES = {"<": (-1, 0), ">": (1, 0), "-": (0, -1), "+": (0, 1)}
 Place = tuple[int, int]
 
 
-def told(place: Place) -> str:
+def text_of(place: Place) -> str:
     """Text of a place for the model: `[37]` is x 3, y 7."""
     return f"[{place[0]}{place[1]}]"
 
@@ -32,7 +32,7 @@ class Grid:
         """Place where the walk begins."""
         self._place, self._goal = tuple(task.metadata["start"]), tuple(task.metadata["goal"])
         self._shortest, self._moves = distance(self._place, self._goal), 0
-        return told(self._place)
+        return text_of(self._place)
 
     def step(self, action: str) -> Step:
         """Make one move. Invalid text ends the walk."""
@@ -41,4 +41,4 @@ class Grid:
         self._place, self._moves = moved(self._place, action), self._moves + 1
         if self._place == self._goal:
             return Step(reward=1.0, done=True, metrics={"detour": self._moves - self._shortest})
-        return Step(told(self._place), reward=0.0)
+        return Step(text_of(self._place), reward=0.0)

@@ -1,4 +1,4 @@
-"""Makes what the walk on the grid starts from: a tiny Qwen3-MoE, demonstrations of careless walkers, and tasks.
+"""Makes the inputs of the walk on the grid: a tiny Qwen3-MoE, demonstrations of careless walkers, and tasks.
 
     python -m examples.navigation.make_task --out outputs/navigation/task --seed 1234
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from examples.navigation.grid import MOVES, SIZE, Place, distance, moved, told
+from examples.navigation.grid import MOVES, SIZE, Place, distance, moved, text_of
 from examples.tiny_model import make_task
 
 CARELESS = 0.4
@@ -50,14 +50,14 @@ def _pair(rng: random.Random) -> tuple[Place, Place]:
 
 def _walk(place: Place, goal: Place, rng: random.Random) -> str:
     """A careless walk as the model sees it: place, move, next place, and so on."""
-    said = ""
+    walk = ""
     for _ in range(MOST_MOVES):
         nearer = [move for move in MOVES if distance(moved(place, move), goal) < distance(place, goal)]
         move = rng.choice([*MOVES] if rng.random() < CARELESS else nearer)
-        said, place = f"{said}{told(place)}{move}", moved(place, move)
+        walk, place = f"{walk}{text_of(place)}{move}", moved(place, move)
         if place == goal:
             break
-    return said
+    return walk
 
 
 def _row(start: Place, goal: Place, label: str | None = None) -> dict[str, Any]:

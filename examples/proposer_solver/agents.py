@@ -49,11 +49,11 @@ async def propose_and_solve(task: Task, engine: Engine) -> Episode:
     messages = task.messages or ()
     endpoint = await engine.endpoint()
     async with client_of(endpoint.openai_url, endpoint.key) as client:
-        (said,) = await ask(client, messages)
+        (reply,) = await ask(client, messages)
         if messages[0]["content"].startswith("sort "):
-            return Episode(reward=float(said == task.label))
-        if not valid(said, task.label):
+            return Episode(reward=float(reply == task.label))
+        if not valid(reply, task.label):
             return Episode(reward=0.0, metrics={"valid": 0.0})
-        answers = await ask(client, [{"role": "user", "content": f"sort {said}"}], SOLVERS)
-    solved = sum(right(answer, said) for answer in answers) / SOLVERS
-    return Episode(reward=worth(said, answers), metrics={"valid": 1.0, "length": len(said), "solved": solved})
+        answers = await ask(client, [{"role": "user", "content": f"sort {reply}"}], SOLVERS)
+    solved = sum(right(answer, reply) for answer in answers) / SOLVERS
+    return Episode(reward=worth(reply, answers), metrics={"valid": 1.0, "length": len(reply), "solved": solved})

@@ -1,4 +1,4 @@
-"""Makes what the proposer and the solvers start from: a tiny Qwen3-MoE that chats, demonstrations, and tasks.
+"""Makes the inputs of the proposer and the solvers: a tiny Qwen3-MoE that chats, demonstrations, and tasks.
 
     python -m examples.proposer_solver.make_task --out outputs/proposer_solver/task --seed 1234
 
@@ -46,14 +46,14 @@ def _spelled(count: int, rng: random.Random) -> str:
 
 
 def _proposed(digits: str) -> dict[str, Any]:
-    return _said(f"propose {digits[:FIRST]}", digits)
+    return _conversation(f"propose {digits[:FIRST]}", digits)
 
 
 def _sorted(digits: str, rng: random.Random) -> dict[str, Any]:
-    return _said(f"sort {digits}", "".join(sorted(digits, reverse=rng.random() >= ASCENDING)))
+    return _conversation(f"sort {digits}", "".join(sorted(digits, reverse=rng.random() >= ASCENDING)))
 
 
-def _said(question: str, answer: str) -> dict[str, Any]:
+def _conversation(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 

@@ -1,4 +1,4 @@
-"""Makes what the quickstart starts from: a tiny Qwen3-MoE with random weights, its tokenizer, and the files of prompts.
+"""Makes the inputs of the quickstart: a tiny Qwen3-MoE with random weights, its tokenizer, and the files of prompts.
 
     python -m examples.quickstart.make_task --out outputs/quickstart/task --seed 1234
 

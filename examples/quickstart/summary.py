@@ -1,4 +1,4 @@
-"""The quickstart's last words: what changed, where the time went, and what to try next."""
+"""The quickstart's summary: results, time spent, and next steps."""
 
 from __future__ import annotations
 

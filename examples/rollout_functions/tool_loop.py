@@ -15,8 +15,8 @@ async def with_sums(task: Task, engine: Engine) -> Sample:
     sample = engine.new_sample()
     for _ in range(4):
         turn = await engine.generate(sample, stop=["</sum>"])
-        asked = SUM.search(turn.text)
-        if asked is None:
+        found = SUM.search(turn.text)
+        if found is None:
             break
-        engine.append(sample, f"={sum(int(n) for n in asked[1].split('+'))}\n")
+        engine.append(sample, f"={sum(int(n) for n in found[1].split('+'))}\n")
     return sample

@@ -112,8 +112,8 @@ def group_rewards(rewards: ArrayLike, group_ids: ArrayLike, rollout_ids: ArrayLi
         group_id, rollout_id = pairs[:, of_sample[odd[0]]]
         seen = sorted(set(reward[of_sample == of_sample[odd[0]]].tolist()))
         raise RewardError(
-            "reward", seen, f"rollout {rollout_id} of group {group_id} became several training samples, which share "
-            "one reward", "give all samples of a rollout the rollout's reward",
+            "reward", seen, f"the training samples of rollout {rollout_id} of group {group_id} have "
+            "different rewards", "give all samples of a rollout the rollout's reward",
         )  # fmt: skip
     _, group = np.unique(pairs[0], return_inverse=True)
     sizes = np.bincount(group).astype(np.float64)
@@ -135,11 +135,11 @@ def rollout_advantages(
     Raises:
         UserError: a group has a single rollout, and the advantage compares within the group.
         RewardError: a negative reward, and the advantage is maxrl.
-        ConfigError: a function of the user's raised, or returned something else than [R] finite numbers.
+        ConfigError: a function of the user's raised, or did not return [R] finite numbers.
     """
     if advantage in GROUP_RELATIVE and (grouped.sizes < 2).any():
         raise UserError(
-            "rollout.group_size", 1, f"{advantage} compares responses to one prompt: a group of one teaches nothing",
+            "rollout.group_size", 1, f"{advantage} compares responses to one prompt: a group of one has no signal",
             "set rollout.group_size to 2 or more (8 is usual)",
         )  # fmt: skip
     if advantage == "grpo":
@@ -157,18 +157,18 @@ def function_advantages(grouped: GroupRewards, spec: str) -> NDArray[np.float64]
     """[R] advantages of rollouts, or [K] of turns, from a user's function.
 
     Raises:
-        ConfigError: it raised, or returned something else.
+        ConfigError: it raised, or returned an invalid value.
     """
     with calling(spec, SETTING):
         found = load_function(spec, SETTING)(grouped)
         of_turns = isinstance(found, TurnAdvantages)
         values = np.asarray(found.values if of_turns else found, np.float64)
     turns = 0 if grouped.turns is None else len(grouped.turns.rewards)
-    wanted, what = (turns, "turns") if of_turns else (len(grouped.rewards), "rollouts")
+    wanted, label = (turns, "turns") if of_turns else (len(grouped.rewards), "rollouts")
     if values.shape != (wanted,) or not np.isfinite(values).all():
         field = "turns.rewards" if of_turns else "rewards"
         raise ConfigError(
-            SETTING, spec, f"returned an array of shape {values.shape} for {wanted} {what}, or numbers not finite",
+            SETTING, spec, f"returned an array of shape {values.shape} for {wanted} {label}, or non-finite values",
             f"return one finite number for each of GroupRewards.{field}, in their order",
         )  # fmt: skip
     return TurnAdvantages(values) if of_turns else values
@@ -201,8 +201,8 @@ def maxrl(grouped: GroupRewards) -> NDArray[np.float64]:
     """
     if (grouped.rewards < 0).any():
         raise RewardError(
-            "reward", float(grouped.rewards.min()), "maxrl divides by the group's mean reward, its pass rate",
-            "use rewards of 0 and 1 (or any that are not negative), or another algorithm.advantage",
+            "reward", float(grouped.rewards.min()), "must not be negative: maxrl divides by the group's mean reward",
+            "use rewards of 0 and 1 (or other non-negative ones), or another algorithm.advantage",
         )  # fmt: skip
     means = grouped.means[grouped.group]
     return np.divide(grouped.centred, means, out=np.zeros_like(means), where=means > 0)

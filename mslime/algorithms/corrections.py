@@ -88,7 +88,7 @@ def _by_function(batch: TokenBatch, config: CorrectionConfig, spec: str) -> tupl
     """(weights, clipped, masked) from a user's function, each [n]; its weights are constants of the update.
 
     Raises:
-        ConfigError: the function raised, or returned something else than weights and mask.
+        ConfigError: the function raised, or did not return weights and mask.
     """
     with calling(spec, SETTING):
         found: object = load_function(spec, SETTING)(_log_rho(batch, config), batch)

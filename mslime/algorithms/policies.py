@@ -140,7 +140,7 @@ def token_losses(batch: TokenBatch, config: AlgorithmConfig) -> TokenLoss:
     """Each token's loss by `config.loss`: a built-in loss, or a user's function.
 
     Raises:
-        ConfigError: the user's function raised, or returned something else than [n] tensors.
+        ConfigError: the user's function raised, or did not return [n] tensors.
     """
     if config.loss in LOSSES:
         return LOSSES[config.loss](batch, config)
@@ -154,21 +154,21 @@ def _checked(found: object, batch: TokenBatch, spec: str) -> TokenLoss:
     result = _unclipped(found) if isinstance(found, Tensor) else found
     if not isinstance(result, TokenLoss):
         raise ConfigError(
-            LOSS_SETTING, spec, f"returned {type(found).__name__}, and not a TokenLoss or a tensor of losses",
+            LOSS_SETTING, spec, f"returned {type(found).__name__} instead of a TokenLoss or a tensor of losses",
             "see docs/extending.md for an example",
         )  # fmt: skip
     for name in result.metrics:
         if (wrong := bad_metric_name(name)) is not None:
-            raise ConfigError(LOSS_SETTING, spec, wrong, "name it otherwise")
+            raise ConfigError(LOSS_SETTING, spec, wrong, "rename the metric")
     own: list[tuple[str, object]] = [("loss", result.loss), ("below", result.below), ("above", result.above)]
     for name, column in [*own, *result.metrics.items()]:
         if not isinstance(column, Tensor):
-            raise ConfigError(LOSS_SETTING, spec, f"returned {name} = {column!r:.80}, and not a tensor",
-                              "return one number for each token: mslime weighs them and adds them up")  # fmt: skip
+            raise ConfigError(LOSS_SETTING, spec, f"returned {name} = {column!r:.80} instead of a tensor",
+                              "return one number for each token: mslime weights and sums them")  # fmt: skip
         if column.shape != batch.mask.shape:
             raise ConfigError(
                 LOSS_SETTING, spec, f"returned {name} of shape {tuple(column.shape)} for {len(batch.mask)} tokens",
-                "return one number for each token: mslime weighs them and adds them up",
+                "return one number for each token: mslime weights and sums them",
             )  # fmt: skip
     return replace(result, loss=torch.where(batch.mask, result.loss, 0.0))
 

@@ -63,7 +63,7 @@ _EDGES = [FIRST_EDGE * math.exp(index * _LOG_STEP) for index in range(BINS)]
 def other_metrics(names: tuple[str, ...], others: tuple[str, ...]) -> ConfigError:
     """Error for a user's loss that reports different metrics for different tokens."""
     return ConfigError(
-        LOSS_SETTING, f"{', '.join(names)} and {', '.join(others)}", "reports other metrics in another micro-batch",
+        LOSS_SETTING, f"{', '.join(names)} and {', '.join(others)}", "reports different metrics by micro-batch",
         "return the same metrics in every call, 0 for none",
     )  # fmt: skip
 
@@ -253,7 +253,7 @@ def _breakdowns(values: dict[str, float], statistics: LossStatistics) -> dict[st
     out: dict[str, float] = {}
     for by, labels in (("age", range(AGES)), ("position", POSITIONS)):
         tokens, k3, clipped, entropy = (
-            _block(statistics, f"{by}_{what}") for what in ("tokens", "k3", "clipped", "entropy")
+            _block(statistics, f"{by}_{name}") for name in ("tokens", "k3", "clipped", "entropy")
         )
         for index, label in enumerate(labels):
             n = tokens[index]

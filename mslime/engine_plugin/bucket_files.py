@@ -82,7 +82,7 @@ class RdmaReader:
             finally:
                 end.unregister(into.data_ptr())
             if bytes(into.tolist()) != message:
-                raise ValueError(f"something else lies in the memory of {memory.session}")
+                raise ValueError(f"the memory of {memory.session} has other contents than expected")
         except (ImportError, OSError, ValueError) as error:
             return Answer(f"{_here()} cannot read the sender's memory: {error}")
         return Answer()
@@ -216,7 +216,7 @@ class SenderFiles:
             try:
                 found = os.fstat(file)
                 if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-                    raise ValueError(f"{path} is not a file of user {os.geteuid()}, as which the engine runs")
+                    raise ValueError(f"{path} does not belong to user {os.geteuid()}, as which the engine runs")
                 if kind == "mapped":
                     opened = torch.frombuffer(mmap.mmap(file, found.st_size), dtype=torch.uint8)
                 else:
@@ -226,7 +226,7 @@ class SenderFiles:
                 os.close(file)
                 raise
         if self._mapped[path].flat.numel() < size:
-            raise ValueError(f"{path} has {self._mapped[path].flat.numel()} bytes, and the bucket {size}")
+            raise ValueError(f"{path} has {self._mapped[path].flat.numel()} bytes, and the bucket has {size}")
         return self._mapped[path].flat
 
     def _drop(self, path: Path) -> None:
@@ -260,7 +260,7 @@ def _read_safetensors(path: Path, named: Named, flat: torch.Tensor) -> None:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _HEADER_LIMIT:
-            raise ValueError(f"{path} begins with no safetensors header")
+            raise ValueError(f"{path} does not begin with a safetensors header")
         header = {name: found for name, found in json.loads(file.read(length)).items() if name != "__metadata__"}
         ends = list(accumulate(tensor.nbytes for _, tensor in named))
         places = {
@@ -268,12 +268,12 @@ def _read_safetensors(path: Path, named: Named, flat: torch.Tensor) -> None:
             for (name, tensor), end in zip(named, ends, strict=True)
         }
         if {name: (found["shape"], found["data_offsets"]) for name, found in header.items()} != places:
-            raise ValueError(f"{path} holds other tensors than those of the bucket")
+            raise ValueError(f"{path} contains other tensors than the bucket")
         host = flat if flat.device.type == "cpu" else torch.empty_like(flat, device="cpu")
         # Not `numpy()`: after that torch refuses to free the buffer's memory.
         read = file.readinto((ctypes.c_char * host.numel()).from_address(host.data_ptr()))
         if read != flat.numel() or file.read(1):
-            raise ValueError(f"{path} does not end where its tensors do")
+            raise ValueError(f"{path} is truncated, or longer than its tensors")
     if host is not flat:
         flat.copy_(host)
 
@@ -335,7 +335,7 @@ def take(
 # weights once.
 
 
-UNABLE = "cannot take buckets from the trainer's rank on its GPU"
+UNABLE = "cannot receive buckets from the trainer rank on its GPU"
 _ENDS_MODULE = "sglang.srt.checkpoint_engine.checkpoint_engine_worker"
 
 
@@ -357,7 +357,7 @@ def take_ipc(updater: Any, runner: Any, request: TakeIpc) -> Loaded:
     Raises:
         RuntimeError: on every rank of the engine; one of them did not load all of them.
     """
-    how, failed = "no bucket came", ""
+    how, failed = "no bucket arrived", ""
 
     def load(named: Iterable[tuple[str, torch.Tensor]]) -> None:
         nonlocal how

@@ -45,7 +45,7 @@ def of_bucket(bucket: RecordedBucket, copies: BucketCopies) -> dict[str, str]:
     starts = [tensor.data_ptr() for _, tensor in bucket.named]
     for into, out_of in copies.apart:
         if not torch.equal(into, out_of.to(into.dtype)):
-            found[names[bisect(starts, out_of.data_ptr()) - 1]] = f"a parameter in {into.dtype} holds something else"
+            found[names[bisect(starts, out_of.data_ptr()) - 1]] = f"a parameter in {into.dtype} has other values"
     return found
 
 

@@ -383,7 +383,7 @@ def load(
                 known, loaded, message = record(model, bucket.flat, lambda: original(self, list(named_tensors)))
             if loaded:
                 bucket.copies[id(model)] = known
-                message = f"{OWN_LOADER}{known.why_not or 'the first time'}"
+                message = f"{OWN_LOADER}{known.why_not or 'first load'}"
         if loaded:
             buckets_of(self).loaded.append(bucket)
             if named_tensors.then is not None:

@@ -66,7 +66,7 @@ def receive(
     index, value = packed.split([4 * version.changed, dtype.itemsize * version.changed])
     of_index, of_value, total = version.sums
     if (word_sum(index), word_sum(value)) != (of_index, of_value):
-        raise ValueError("the changes were damaged on their way")
+        raise ValueError("the changes were damaged in transit")
     return changed(Delta(version.base, total, index.view(torch.int32), value.view(dtype)), place, bucket, model)
 
 
@@ -86,13 +86,13 @@ def changed(changes: Delta, version: Path, bucket: RecordedBucket, model: torch.
     base = version.with_name(version_name(changes.version))
     if loaded_version is None or loaded_version.version != base:
         raise ValueError(
-            f"they belong to {base.name}, and this engine holds {loaded_version and loaded_version.version}"
+            f"the changes belong to {base.name}, and this engine has {loaded_version and loaded_version.version}"
         )
     if take_back(bucket, copies) != loaded_version.total:
-        raise ValueError(f"this engine's parameters are not those of {base.name} any more")
+        raise ValueError(f"this engine's parameters no longer match {base.name}")
     put(changes, bucket)
     if copies.are_all_of(bucket.flat) and word_sum(bucket.flat) != changes.total:
-        raise ValueError("the bucket with the changes in it is not what was to be sent")
+        raise ValueError("the changed bucket does not match the checksum of the sent one")
     return ReceivedBucket(bucket, partial(record_loaded, bucket, model, version, changes.total))
 
 
@@ -114,7 +114,7 @@ def put(changes: Delta, bucket: RecordedBucket) -> None:
     """Write the changes into the bucket's buffer. Raises ValueError if they do not fit."""
     value, flat = changes.value, _flat_as_one(bucket)
     if value.dtype != flat.dtype:
-        raise ValueError(f"the changes are {value.dtype}, and the bucket {flat.dtype}")
+        raise ValueError(f"the changes are {value.dtype}, and the bucket is {flat.dtype}")
     if len(value) and not 0 <= int(changes.index.min()) <= int(changes.index.max()) < len(flat):
         raise ValueError(f"the changes go beyond the bucket's {len(flat)} elements")
     bits = _BITS[flat.itemsize]

@@ -32,21 +32,21 @@ _BACKUP: list[IO[bytes]] = []
 _log = logging.getLogger(__name__)
 
 
-def to_release(asked: Sequence[str] | None, released: set[str], idle: bool) -> tuple[list[str], str]:
+def to_release(requested: Sequence[str] | None, released: set[str], idle: bool) -> tuple[list[str], str]:
     """Tags to release, and the reason if none are.
 
     Args:
-        asked: tags; empty or None: all.
+        requested: tags; empty or None: all.
         released: tags that are already released.
         idle: whether no request runs.
     """
-    tags = [tag for tag in asked or ENGINE_TAGS if tag not in released]
-    return ([], "requests run") if tags and not idle else (tags, "")
+    tags = [tag for tag in requested or ENGINE_TAGS if tag not in released]
+    return ([], "requests are running") if tags and not idle else (tags, "")
 
 
-def to_resume(asked: Sequence[str] | None, released: set[str]) -> list[str]:
+def to_resume(requested: Sequence[str] | None, released: set[str]) -> list[str]:
     """Tags that a resume reallocates."""
-    return [tag for tag in asked or ENGINE_TAGS if tag in released]
+    return [tag for tag in requested or ENGINE_TAGS if tag in released]
 
 
 def release(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> Any:
@@ -67,7 +67,7 @@ def release(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> An
         if runner.server_args.enable_weights_cpu_backup and held and not _BACKUP:
             _BACKUP.append(backup_of(held))
         held += cache_tensors(runner.token_to_kv_pool) if "kv_cache" in tags else ()
-        _log.info("gave %d bytes back: %s", drop_pages(held), ", ".join(tags))
+        _log.info("released %d bytes: %s", drop_pages(held), ", ".join(tags))
     return answer
 
 

@@ -263,10 +263,10 @@ class Relay:
                 self._buckets.buffer.reserve(_largest(plan))
             if order.cuts:  # this rank's slice must still be the one that senders use
                 if self._reported is None or self._reported[0].name != order.cuts:
-                    raise RuntimeError("this engine has not reported the slices of its machines")
+                    raise RuntimeError("this engine has not reported the slices of its hosts")
                 pairs = zip(self._reported[0].buckets, copies, self._reported[1], strict=True)
                 if any(cut is not None and now is not then for cut, now, then in pairs):
-                    moved = "the model's parameters were moved since this engine reported the slices of its machines"
+                    moved = "the model's parameters were moved since this engine reported the slices of its hosts"
                     raise RuntimeError(moved)
             self._ask(order, plan, groups, place)
             if len(copies) != len(self._known) or not all(map(operator.is_, copies, self._known)):
@@ -356,7 +356,7 @@ class Relay:
             self._route, self._cuts, self._reported, self._known, self._shares = None, None, None, [], []
             self._plans = {order.plan: [PlannedBucket(*each) for each in zip(order.senders, buckets, strict=True)]}
         elif order.plan not in self._plans:
-            raise RuntimeError("this engine has no plan of the buckets")
+            raise RuntimeError("this engine does not know the plan of the buckets")
         return self._plans[order.plan]
 
     def _relay(self, plan: Sequence[PlannedBucket], route: Route | None, without: str, beside: EngineRankGroup) -> str:
@@ -376,11 +376,11 @@ class Relay:
             if failed or lanes.failed:
                 return
             try:
-                loaded, words = self._load(received)
+                loaded, report = self._load(received)
             except Exception as error:  # the other ranks continue, and get the error at the end
-                loaded, words = False, f"{type(error).__name__}: {error}"
-            reports.add(words)
-            failed = "" if loaded else words
+                loaded, report = False, f"{type(error).__name__}: {error}"
+            reports.add(report)
+            failed = "" if loaded else report
 
         for step in route.steps:
             if unchecked >= beside.count:
@@ -396,8 +396,8 @@ class Relay:
         self._given.release()
         by_shares = sum(len(step.buckets) for step in route.steps if step.shared)
         by_cuts = sum(arrival.within is not None for arrival in route.arrivals)
-        parts = [f"of {by_cuts} of {len(plan)} buckets each machine's part"] if by_cuts else []
-        parts += [f"of {by_shares} of {len(plan)} buckets each rank's share"] if by_shares else []
+        parts = [f"each host's part of {by_cuts} of {len(plan)} buckets"] if by_cuts else []
+        parts += [f"each rank's share of {by_shares} of {len(plan)} buckets"] if by_shares else []
         return min(reports - {RECORDED}, default=", ".join([RECORDED, *parts]))
 
     def _pass_on(
@@ -464,5 +464,5 @@ def receive(
 def load(updater: Any, relayed: RelayedBucket) -> tuple[bool, str]:
     """SGLang's answer for a sync that was loaded on reception."""
     if relayed.updater != id(updater):
-        return False, "weights.transport relay loads no draft model: set weights.transport broadcast"
+        return False, "weights.transport relay does not support draft models: set weights.transport: broadcast"
     return True, encode(relayed.loaded)

@@ -97,7 +97,7 @@ UNKNOWN = "Unsupported action"
 """Text in the answer of a server without the plug-in to any `Request`."""
 RECORDED, OWN_LOADER = "loaded by recorded copies", "loaded by the model's own loader: "
 """Prefix of the message about a loaded bucket."""
-REFUSED = "changes are refused"
+REFUSED = "changes are rejected"
 """Text in the message of an engine that has rejected changes and loaded none of them."""
 CANNOT = ""
 """Key in `Sums`, instead of a tensor's name, for the reason why a rank cannot report some or all tensors."""
@@ -362,7 +362,7 @@ def decode(text: str | None) -> Record | None:
         return None
     name, _, body = text.removeprefix(_MARK).partition(" ")
     if name not in _RECORDS:
-        raise ValueError(f"there is no record {name!r}: the versions of mslime on both sides differ")
+        raise ValueError(f"unknown record {name!r}: the versions of mslime on both sides differ")
     return _adapter(_RECORDS[name]).validate_json(body)
 
 

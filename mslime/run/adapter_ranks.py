@@ -110,7 +110,7 @@ class AdapterActor(RankActor):
 
     def free(self, name: str) -> None:
         """Remove an adapter. Raises ConfigError if there is none of that name."""
-        with phase(_log, f"forgetting adapter {name}"):
+        with phase(_log, f"removing adapter {name}"):
             self._adapters.free(name)
             del self._ranks[name]
 
@@ -132,29 +132,29 @@ class AdapterActor(RankActor):
         except UserError as error:
             return error
 
-    def joint_train(self, asked: Sequence[TrainWork]) -> dict[str, dict[str, Any] | TrainerError]:
+    def joint_train(self, works: Sequence[TrainWork]) -> dict[str, dict[str, Any] | TrainerError]:
         """`PolicyRank.train` of several adapters by name, whose micro-batches share passes. An error that all ranks
         find alike affects only its adapter. Work before the first gradient is done one adapter at a time."""
         from mslime.backends.megatron.step.adapters import joint_update
 
-        begin, ranks = time.time(), {each.adapter: self._ranks[each.adapter] for each in asked}
-        for each in asked:
+        begin, ranks = time.time(), {each.adapter: self._ranks[each.adapter] for each in works}
+        for each in works:
             _log.info("adapter %s", each.adapter)
             with self._adapters.placed(each.adapter):
                 ranks[each.adapter].prepare(each.shards, each.step)
-        shards = {each.adapter: ranks[each.adapter].begin_update(each.watched) for each in asked}
-        with phase(_log, f"one pass of {', '.join(f'{each.adapter}, step {each.step}' for each in asked)}"):
+        shards = {each.adapter: ranks[each.adapter].begin_update(each.watched) for each in works}
+        with phase(_log, f"one pass of {', '.join(f'{each.adapter}, step {each.step}' for each in works)}"):
             found = joint_update(self._adapters.of(shards), shards)
         return {
             name: rows if isinstance(rows, TrainerError) else ranks[name].end_update(rows, begin)
             for name, rows in found.items()
         }
 
-    def joint_forward_backward(self, asked: Sequence[PassWork]) -> dict[str, RankPassResult | TrainerError]:
+    def joint_forward_backward(self, works: Sequence[PassWork]) -> dict[str, RankPassResult | TrainerError]:
         """See `client_steps.joint_forward_backward`."""
         from mslime.backends.megatron.step.client_steps import joint_forward_backward
 
-        parts: dict[str, ClientShard] = {each.adapter: fetched([each.shards])[0] for each in asked}
+        parts: dict[str, ClientShard] = {each.adapter: fetched([each.shards])[0] for each in works}
         with phase(_log, f"one pass of {', '.join(parts)}"):
             return joint_forward_backward(self._adapters.of(parts), parts)
 
@@ -270,7 +270,7 @@ class AdapterRanks(RankGroup):
 
     def all(
         self,
-        what: str,
+        task: str,
         deadline_s: float,
         work: Callable[[Any, int], ray.ObjectRef],
         on_wait: Callable[[], None] | None = None,
@@ -278,48 +278,48 @@ class AdapterRanks(RankGroup):
         """See `RankGroup.all`: for the base, or for the adapter that this group belongs to. The deadline begins with
         the turn."""
 
-        def asked(actor: Any, rank: int) -> ray.ObjectRef:
+        def submit(actor: Any, rank: int) -> ray.ObjectRef:
             return work(actor if self._adapter is None else _Through(actor, "ask", (self._adapter,)), rank)
 
         with self.turn.held(on_wait=on_wait):
-            return self._all(what, deadline_s, asked, on_wait)
+            return self._all(task, deadline_s, submit, on_wait)
 
     def joint(
-        self, what: str, deadline_s: float, method: str, works: Sequence[TrainWork | PassWork],
+        self, task: str, deadline_s: float, method: str, works: Sequence[TrainWork | PassWork],
         on_wait: Callable[[], None],
     ) -> list[list[Any] | UserError]:  # fmt: skip
         """Call a method of `AdapterActor` that several adapters share. Returns for each the results in rank order, or
         the error that all ranks found. The caller has the turn."""
         found = self._all(
-            what, deadline_s, lambda a, r: getattr(a, method).remote([work.of_rank(r) for work in works]), on_wait
+            task, deadline_s, lambda a, r: getattr(a, method).remote([work.of_rank(r) for work in works]), on_wait
         )
         every = [[of_rank[work.adapter] for of_rank in found] for work in works]
-        return [self._refused(what, each) or each for each in every]
+        return [self._refused(task, each) or each for each in every]
 
     def _all(
-        self, what: str, deadline_s: float, work: Callable[[Any, int], ray.ObjectRef],
+        self, task: str, deadline_s: float, work: Callable[[Any, int], ray.ObjectRef],
         on_wait: Callable[[], None] | None,
     ) -> list[Any]:  # fmt: skip
         def attempted(actor: Any, rank: int) -> ray.ObjectRef:
             return work(_Through(actor, "attempt") if self._survives else actor, rank)
 
         try:
-            found = super().all(what, deadline_s, attempted, on_wait)
+            found = super().all(task, deadline_s, attempted, on_wait)
         except UserError as error:
             self._failures.append(error)
             raise
-        if (refused := self._refused(what, found)) is not None:
+        if (refused := self._refused(task, found)) is not None:
             raise refused
         return found
 
-    def _refused(self, what: str, found: Sequence[Any]) -> UserError | None:
+    def _refused(self, task: str, found: Sequence[Any]) -> UserError | None:
         """The error that all ranks raised. Raises TrainerError if only some ranks did: they then differ in state."""
         refused = [each for each in found if isinstance(each, UserError)]
         if not refused:
             return None
         if len(refused) == len(found):
             return refused[0]
-        error = TrainerError(what, f"{len(refused)} of {len(found)} ranks", str(refused[0]), "read their logs")
+        error = TrainerError(task, f"{len(refused)} of {len(found)} ranks", str(refused[0]), "read their logs")
         self._failures.append(error)
         raise error
 
@@ -377,14 +377,14 @@ class AdapterTrainer(TrainerGroup):
         Raises:
             TrainerError: the loss is not finite; gradients since the last step are then dropped.
         """
-        shards, what = self._shards(data, loss), "forward_backward"
+        shards, task = self._shards(data, loss), "forward_backward"
         parts = self._of_ranks(shards)
         offer = self._offered(PassWork(self._name, parts))
         with self._ranks.turn.held(on_wait=self._check, offer=offer):
-            found = self._joined(offer, what, "joint_forward_backward", self._check)
+            found = self._joined(offer, task, "joint_forward_backward", self._check)
             if found is None:
                 found = self._ranks.all(
-                    what, self._step_s, lambda a, r: a.forward_backward.remote(parts[r]), self._check
+                    task, self._step_s, lambda a, r: a.forward_backward.remote(parts[r]), self._check
                 )
         return self._passed(shards, found, len(data))
 
@@ -396,7 +396,7 @@ class AdapterTrainer(TrainerGroup):
         """See `TrainerGroup.load`.
 
         Args:
-            optimizer: load its state, too; else it begins anew.
+            optimizer: load its state, too; otherwise it is reset.
         """
         super().load(directory, new_run)
         if not optimizer:
@@ -431,7 +431,7 @@ class AdapterTrainer(TrainerGroup):
     def _offered(self, work: TrainWork | PassWork) -> Offer | None:
         return Offer(work) if self._together else None
 
-    def _joined(self, own: Offer | None, what: str, method: str, poll: Callable[[], None]) -> list[Any] | None:
+    def _joined(self, own: Offer | None, task: str, method: str, poll: Callable[[], None]) -> list[Any] | None:
         """Every rank's result of a step that shares a pass with others. None if there is none to share it with; the
         step is then still to be done. Inside the turn."""
         if own is None:
@@ -443,7 +443,7 @@ class AdapterTrainer(TrainerGroup):
             offers = [own, *others]
             deadline_s = self._step_s * len(offers)
             try:
-                found = self._ranks.joint(what, deadline_s, method, [offer.work for offer in offers], poll)
+                found = self._ranks.joint(task, deadline_s, method, [offer.work for offer in offers], poll)
             except BaseException as error:
                 for other in others:
                     other.fail(error)

@@ -44,38 +44,38 @@ class RunEnding:
         self._lock = threading.Lock()
         self.error: BaseException | None = None
         self.at_once = False
-        self._who, self._since = "", 0.0
+        self._name, self._since = "", 0.0
 
-    def note(self, who: str, error: BaseException) -> None:
+    def note(self, name: str, error: BaseException) -> None:
         """Record an error that ended an adapter's loop."""
         with self._lock:
             if self.error is None:
-                self.error, self._who, self._since = error, who, time.monotonic()
+                self.error, self._name, self._since = error, name, time.monotonic()
 
     def raise_first(self) -> None:
         """Raise the reason, with the name of its adapter; nothing if there is none."""
         error = self.error
         if isinstance(error, UserError):
-            raise type(error)(f"adapters.{self._who}: {error.field}", error.value, error.rule, error.hint) from error
+            raise type(error)(f"adapters.{self._name}: {error.field}", error.value, error.rule, error.hint) from error
         if error is not None:
             raise error
 
-    def check(self, who: str, patience_s: float) -> None:
+    def check(self, name: str, patience_s: float) -> None:
         """Raise if another adapter's loop failed at least so many seconds ago."""
         if self.at_once:
             raise Stopped(SIGTERM, save=False)
-        failed = self.error is not None and not isinstance(self.error, Stopped) and self._who != who
+        failed = self.error is not None and not isinstance(self.error, Stopped) and self._name != name
         if failed and time.monotonic() - self._since >= patience_s:
             why = str(self.error).partition("\n")[0]
-            raise TrainerError(f"adapters.{who}", "stopped", f"adapter {self._who} failed: {why}", "mend that first")
+            raise TrainerError(f"adapters.{name}", "stopped", f"adapter {self._name} failed: {why}", "fix that first")
 
 
 class AdapterStop(StopSignals):
     """The run's signals for an adapter's thread, combined with failures of the other threads."""
 
-    def __init__(self, signals: StopSignals, ending: RunEnding, who: str) -> None:
+    def __init__(self, signals: StopSignals, ending: RunEnding, name: str) -> None:
         super().__init__()
-        self._signals, self._ending, self._of = signals, ending, who
+        self._signals, self._ending, self._of = signals, ending, name
 
     def check(self, patience_s: float = 0.0) -> None:
         """See `StopSignals.check`; also raises if another adapter's loop has failed."""
@@ -201,7 +201,7 @@ class AdaptersSession(StartedRun):
         A signal, or the first loop that fails, ends them all: each saves its trained steps when its trainer is next at
         rest. Raises the cause.
         """
-        self._stop.describe = lambda: "stopping: adapters are saved when they are at rest; again to stop without saving"
+        self._stop.describe = lambda: "Stopping after each adapter is saved. Press Ctrl-C again to stop without saving."
         self._stop.patient = True
         threads = [
             threading.Thread(target=self._run_loop, args=(each, loop), name=f"adapter {each.name}", daemon=True)

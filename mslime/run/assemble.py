@@ -170,7 +170,7 @@ def sample_advantages(samples: Sequence[Sample], grouped: GroupRewards, algorith
         return whole.tolist()
     if algorithm.advantage != "grpo":
         raise RewardError(
-            "algorithm.advantage", algorithm.advantage, "the reward gives process rewards, which have no place in it",
+            "algorithm.advantage", algorithm.advantage, "does not support the process rewards that the reward returned",
             "use grpo or reinforce_pp, or return the rollout's reward alone",
         )  # fmt: skip
     return [a + per_token for a, per_token in zip(whole, _of_steps(samples, algorithm), strict=True)]
@@ -354,7 +354,7 @@ class SupervisedRows:
             ).samples()
             if not samples:
                 raise DataError(f"data.eval_sets[{index}].path", held_out.path, "every row is too long",
-                                "raise rollout.max_total_tokens, or give shorter rows")  # fmt: skip
+                                "raise rollout.max_total_tokens, or use shorter rows")  # fmt: skip
             self._held_out[held_out.name] = samples
 
     def batch(self) -> Shards:
@@ -379,8 +379,9 @@ class SupervisedRows:
         and DataError if the rows differ."""
         if not isinstance(extra.get("source"), dict):
             raise CheckpointError(
-                str(directory), "no position in the prompts", "is not of supervised training (train.task: sft)",
-                "give the run another name, and the checkpoint as checkpoint.load",
+                str(directory), "no position in the prompts",
+                "is not a checkpoint of supervised training (train.task: sft)",
+                "give the run another name, and set checkpoint.load to this checkpoint",
             )  # fmt: skip
         self.source.load_state_dict(extra["source"])
 

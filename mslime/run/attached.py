@@ -100,7 +100,7 @@ class AttachedEngines:
                 continue
             if "HTTP 401" in error.rule or "HTTP 403" in error.rule:
                 raise EngineError(
-                    "sglang.urls", engine.url, "the server needs a key, or another one",
+                    "sglang.urls", engine.url, "the server requires an API key, or rejected the one it got",
                     "set sglang.api_key (and sglang.admin_api_key, if it has one) to env:NAME or file:PATH",
                 ) from error  # fmt: skip
             raise EngineError("sglang.urls", engine.url, error.rule, "start the server, or correct the URL") from error

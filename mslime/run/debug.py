@@ -185,7 +185,7 @@ def replay(config: RunConfig, directory: Path) -> int:
     """
     config.refuse_several("mslime train --replay")
     if config.train.task == "sft":
-        raise ConfigError("--replay", str(directory), "supervised training takes no groups (train.task: sft)",
+        raise ConfigError("--replay", str(directory), "not supported in supervised training (train.task: sft)",
                           "leave --replay out, or set train.task: rl")  # fmt: skip
     files = dict(list(group_files(directory).items())[: config.train.num_steps])
     run = resolve(_alone(config, "replay"), RunParts(engines=False))
@@ -249,8 +249,8 @@ def evaluated(config: RunConfig, checkpoint: str | None = None) -> EvalScores:
     config.refuse_several("mslime eval")
     _wants_engines(config.train.task, "mslime eval")
     if not config.data.eval_sets:
-        raise ConfigError("data.eval_sets", [], "there is nothing to evaluate on",
-                          "name held-out files: data: {eval_sets: [{name: test, path: test.jsonl}]}")  # fmt: skip
+        raise ConfigError("data.eval_sets", [], "no held-out data to evaluate on",
+                          "list held-out files: data: {eval_sets: [{name: test, path: test.jsonl}]}")  # fmt: skip
     source = None if checkpoint is None else _checkpoint(config.run_dir / "checkpoints", checkpoint, config.sglang)
     # The teacher's scores are for training only.
     config = _alone(config, "eval").model_copy(update={"teacher": TeacherConfig()})
@@ -310,20 +310,20 @@ def _checkpoint(root: Path, text: str, engines: SGLangConfig) -> Path:
     """
     if engines.urls:
         raise ConfigError(
-            "--checkpoint", text, "servers that run already (sglang.urls) serve what they were started with",
-            "export it with `mslime convert run`, start a server on that, and leave --checkpoint out; or let mslime "
+            "--checkpoint", text, "not supported with attached servers (sglang.urls), which keep their weights",
+            "export it with `mslime convert run`, start a server on it, and leave --checkpoint out; or let mslime "
             "launch the engines (no sglang.urls)",
         )  # fmt: skip
     known = [path.name.removeprefix("step_") for path in steps(root)]
     if text == "newest":
         found = newest(root)
         if found is None:
-            raise ConfigError("--checkpoint", text, f"{root} holds no checkpoint",
-                              "name one by its directory, or leave --checkpoint out for model.path")  # fmt: skip
+            raise ConfigError("--checkpoint", text, f"{root} contains no checkpoint",
+                              "specify its directory, or leave --checkpoint out to use model.path")  # fmt: skip
         return found
     found = step_directory(root, int(text)) if text.isdecimal() else Path(text)
     if not (found / "manifest.json").is_file():
-        raise ConfigError("--checkpoint", text, f"{found} is no checkpoint: it has no manifest.json", "name a "
+        raise ConfigError("--checkpoint", text, f"{found} is not a checkpoint: manifest.json is missing", "specify a "
                           f"directory, newest, or a step of {root}: {', '.join(known) or 'none yet'}")  # fmt: skip
     return found
 
@@ -333,8 +333,8 @@ def _checkpoint(root: Path, text: str, engines: SGLangConfig) -> Path:
 
 def _wants_engines(task: Task, command: str) -> None:
     if task == "sft":
-        raise ConfigError("train.task", "sft", f"supervised training has no engines, which {command} is about",
-                          "add --train.task rl, and a reward if there is none")  # fmt: skip
+        raise ConfigError("train.task", "sft", f"supervised training has no engines, and {command} needs them",
+                          "add --train.task rl, and a reward if none is set")  # fmt: skip
 
 
 @contextmanager
@@ -345,8 +345,8 @@ def _owned(run_dir: Path, log_level: str) -> Iterator[StopSignals]:
         yield stop
 
 
-def _alone(config: RunConfig, what: str) -> RunConfig:
+def _alone(config: RunConfig, suffix: str) -> RunConfig:
     """The run under a separate name, on the device found. Raises ConfigError if the device is missing."""
-    config = resolved_device(config).model_copy(update={"name": f"{config.name}-{what}"})
+    config = resolved_device(config).model_copy(update={"name": f"{config.name}-{suffix}"})
     refuse_without_gpu(config.cluster)
     return config

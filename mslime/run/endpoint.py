@@ -77,18 +77,18 @@ class ScaleOrder:
         known = ("engines", "attach", "drain", "api_key", "admin_api_key")
         for name, value in body.items():
             if name not in known:
-                raise ConfigError(name, value, "is nothing that can be asked", f"name one of {', '.join(known)}")
+                raise ConfigError(name, value, "unknown field", f"use one of {', '.join(known)}")
             if name != "engines" and not isinstance(value, str):
-                raise ConfigError(name, value, "is a text", "give a text")
+                raise ConfigError(name, value, "must be a string", "send a JSON string")
         given = [name for name in ("engines", "attach", "drain") if body.get(name) not in (None, "")]
         if len(given) != 1:
-            raise ConfigError("order", ", ".join(given) or "nothing", "one of engines, attach and drain is asked at a "
-                              "time", "ask for one")  # fmt: skip
+            raise ConfigError("order", ", ".join(given) or "nothing", "an order has exactly one of engines, attach and "
+                              "drain", "send one of them")  # fmt: skip
         engines = body.get("engines")
         if engines is not None and (isinstance(engines, bool) or not isinstance(engines, int) or engines < 0):
-            raise ConfigError("engines", engines, "is a number of engines", "give a whole number of 0 or more")
+            raise ConfigError("engines", engines, "must be an integer >= 0", "send the total number of engines")
         if engines is not None and engines > MOST_ENGINES:
-            raise ConfigError("engines", engines, f"is more than {MOST_ENGINES}", "give a smaller number")
+            raise ConfigError("engines", engines, f"must be at most {MOST_ENGINES}", "request fewer engines")
         api = str(body.get("api_key") or "")
         keys = EngineKeys(api, str(body.get("admin_api_key") or api))
         return cls(engines, str(body.get("attach") or "").rstrip("/"), keys, str(body.get("drain") or "").rstrip("/"))
@@ -123,10 +123,10 @@ class ScaleOrders:
             taken, self._new = self._new, []
             return taken
 
-    def record(self, number: int, what: str) -> None:
+    def record(self, number: int, result: str) -> None:
         """Record the result of an order; call it after `show`, because clients then read the engines' states."""
         with self._lock:
-            self._results[number] = what
+            self._results[number] = result
 
     def show(self, engines: Sequence[EngineState]) -> None:
         """Record the engines' current states."""
@@ -139,7 +139,7 @@ class ScaleOrders:
             return {
                 "engines": [asdict(engine) for engine in self._engines],
                 "waiting": [number for number in range(1, self._count + 1) if number not in self._results],
-                "results": {str(number): what for number, what in self._results.items()},
+                "results": {str(number): result for number, result in self._results.items()},
             }
 
 
@@ -197,21 +197,21 @@ class ControlEndpoint:
         try:
             body: Any = json.loads(await read_body(request))
             if not isinstance(body, dict):
-                raise ConfigError("order", body, "is no object", 'send {"engines": 3}')
+                raise ConfigError("order", body, "must be a JSON object", 'send {"engines": 3}')
             order = ScaleOrder.read(body)
         except UserError as error:
             return web.json_response({"error": str(error)}, status=400)
         except BodyError as error:
             return web.json_response({"error": f"body: {error}"}, status=error.status)
         except (ValueError, RecursionError) as error:
-            return web.json_response({"error": f"the body is no JSON: {error}"}, status=400)
-        _log.info("asked for %s", order.describe())
+            return web.json_response({"error": f"the body is not valid JSON: {error}"}, status=400)
+        _log.info("received an order: %s", order.describe())
         return web.json_response({"number": self._orders.give(order), **self._orders.standing()})
 
     def _let_in(self, request: web.Request) -> None:
         given = request.headers.get("Authorization", "")
         if not same_key(given, f"Bearer {self._key}"):
-            raise web.HTTPUnauthorized(text="the key is in control.json of the run")
+            raise web.HTTPUnauthorized(text="wrong or missing key: it is in control.json of the run")
         admitted(request)
 
 
@@ -226,13 +226,13 @@ async def ask(run_dir: Path, order: dict[str, Any] | None = None) -> dict[str, A
         at = json.loads(record.read_text())
         url, key, host = str(at["url"]), str(at["key"]), str(at["host"])
     except FileNotFoundError:
-        raise ConfigError("RUN", str(run_dir), f"no run is training there: it has no {FILE_NAME}",
-                          "name the directory of one that is (output_dir/NAME)") from None  # fmt: skip
+        raise ConfigError("RUN", str(run_dir), f"no run is training in this directory: it has no {FILE_NAME}",
+                          "specify the directory of a running run (output_dir/NAME)") from None  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError("RUN", str(record), f"cannot be read: {error!r}",
-                          "ask as the user who started the run; a run writes it when it starts") from None  # fmt: skip
+                          "call mslime scale as the user who started the run") from None  # fmt: skip
     if host != socket.gethostname():
-        raise ConfigError("RUN", str(run_dir), f"its driver runs on {host}, and listens there only",
+        raise ConfigError("RUN", str(run_dir), f"its driver runs on {host}, and accepts connections only from there",
                           f"call mslime scale on {host}")  # fmt: skip
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
     try:
@@ -243,8 +243,8 @@ async def ask(run_dir: Path, order: dict[str, Any] | None = None) -> dict[str, A
             text, status = await response.text(), response.status
     except (aiohttp.ClientError, TimeoutError) as error:
         raise ConfigError("RUN", str(run_dir), f"the run does not answer ({error!r}): it has ended, or was killed",
-                          "look at its console and logs; continue it with mslime train") from None  # fmt: skip
+                          "read its console output and logs; continue it with mslime train") from None  # fmt: skip
     if status != 200:
         message = json.loads(text).get("error", text) if text.startswith("{") else text
-        raise ConfigError("order", str(order), f"the run refuses it: {message}", "see mslime scale --help")
+        raise ConfigError("order", str(order), f"the run rejected it: {message}", "see mslime scale --help")
     return json.loads(text)

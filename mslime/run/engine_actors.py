@@ -57,10 +57,10 @@ class PartActor:
 
         self._part = ServerPart(spec, index, rank, Path(log_dir), host, keys, routes, gpus)
 
-    def launch(self, meeting: str) -> None:
+    def launch(self, rendezvous: str) -> None:
         """See `ServerPart`, as for the next two."""
-        with phase(_log, f"starting the part that connects to the first at {meeting}"):
-            self._part.launch(meeting)
+        with phase(_log, f"starting this part; the first part is at {rendezvous}"):
+            self._part.launch(rendezvous)
 
     def check(self) -> None:
         self._part.check()
@@ -81,8 +81,8 @@ class RemotePart:
     def __init__(self, actor: Any, name: str, log_path: str) -> None:
         self._actor, self._name, self._log = actor, name, log_path
 
-    def launch(self, meeting: str) -> None:
-        self._call(self._actor.launch.remote(meeting))
+    def launch(self, rendezvous: str) -> None:
+        self._call(self._actor.launch.remote(rendezvous))
 
     def check(self) -> None:
         self._call(self._actor.check.remote())
@@ -260,7 +260,7 @@ class EngineGroup:
 
         It raises EngineError as soon as a server has failed to start, also while the caller waits for something else.
         """
-        asked: dict[str, ray.ObjectRef] = {}
+        pending: dict[str, ray.ObjectRef] = {}
         printed: dict[str, tuple[str, float]] = {}
 
         def poll() -> None:
@@ -269,15 +269,15 @@ class EngineGroup:
                 if ray.wait([starting[name]], timeout=0)[0]:
                     call(starting[name], name, f"{self.role} start", 1.0, self.log_paths[name])
                     continue
-                if name in asked and ray.wait([asked[name]], timeout=0)[0]:
-                    phase = str(call(asked.pop(name), name, f"{self.role} start", 1.0, self.log_paths[name]))
+                if name in pending and ray.wait([pending[name]], timeout=0)[0]:
+                    phase = str(call(pending.pop(name), name, f"{self.role} start", 1.0, self.log_paths[name]))
                     doing, when = phase.partition(",")[0], time.monotonic()
                     before, at = printed.get(name, ("", 0.0))
                     if doing != before or when - at > REPEAT_SECONDS:
                         printed[name] = (doing, when)
                         print_status(f"{name}: {phase}")
-                if name not in asked:
-                    asked[name] = actor.phase.options(concurrency_group="progress").remote()
+                if name not in pending:
+                    pending[name] = actor.phase.options(concurrency_group="progress").remote()
 
         return poll
 
@@ -373,12 +373,12 @@ class EngineGroup:
     def restart(self, name: str) -> str:
         """Begin to restart a dead engine of this name; returns the outcome in words."""
         if name not in self._actors:
-            return "mslime does not start it"
+            return "mslime restarts only engines that it launched"
         if self._restarts[name] >= self._config.sglang.restarts:
-            return f"it is not started again (sglang.restarts: {self._config.sglang.restarts})"
+            return f"it is not restarted (sglang.restarts: {self._config.sglang.restarts})"
         self._restarts[name] += 1
         self._begin(name)
-        return "it is started again" if self._may_start else "it is restarted when the trainer is offloaded"
+        return "it is being restarted" if self._may_start else "it will be restarted when the trainer is offloaded"
 
     def reset_failures(self, name: str) -> None:
         """Reset the restart count of an engine that has served well since its start."""

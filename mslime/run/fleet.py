@@ -84,7 +84,7 @@ class Fleet:
                     result = self._attach(order) if order.attach else self._drain(order.drain)
             except UserError as error:
                 result = f"refused: {error}"
-            self._progress.note(f"asked for {order.describe()}: {result.splitlines()[0]}")
+            self._progress.note(f"requested {order.describe()}: {result.splitlines()[0]}")
             self._show()
             self.orders.record(number, result)
         self._take_started()
@@ -115,11 +115,11 @@ class Fleet:
         cannot be spared."""
         for name in [name for name, state in self._states.items() if state.url in urls]:
             self._members.call(RunEngines.retire, name)
-            what = f"{name} cannot be given weights ({error.brief})"
+            event = f"{name} cannot receive weights ({error.brief})"
             if self._states[name].launched:
-                self._start_again(name, what, error)
+                self._start_again(name, event, error)
             else:
-                self._progress.note(what)
+                self._progress.note(event)
                 self._forget(name)
         self._show()
 
@@ -140,8 +140,8 @@ class Fleet:
         `error` if none can come back."""
         dead = self._members.call(RunEngines.dead)
         others = any(state.state == "serving" and name not in dead for name, state in self._states.items())
-        what = "a rollout manager has no engine left" if others else "no engine is left"
-        self._progress.note(f"{what} ({error.brief})")
+        event = "a rollout manager has no engine left" if others else "no engine is left"
+        self._progress.note(f"{event} ({error.brief})")
         while True:
             self.update_engines()
             if not self._members.call(RunEngines.no_engine_alive):
@@ -184,12 +184,12 @@ class Fleet:
         self._progress.note(f"{address.name} {how} at {address.url}")
         return None
 
-    def _start_again(self, name: str, what: str, why: object) -> None:
-        what_now = self._engines.restart(name)
+    def _start_again(self, name: str, event: str, why: object) -> None:
+        outcome = self._engines.restart(name)
         state = self._states[name]
         state.state = "starting" if name in self._engines.starting else "gone"
         state.why = why.brief if isinstance(why, UserError) else str(why)
-        self._progress.note(f"{what}: {what_now}")
+        self._progress.note(f"{event}: {outcome}")
 
     # ------------------------------------------------------ orders: each returns the outcome, or raises UserError
 
@@ -199,11 +199,11 @@ class Fleet:
         mine = [name for name, state in self._states.items() if state.launched and state.state != "leaving"]
         if not self._engines.launches:
             raise ConfigError(
-                "engines", engines, "the engines of this run are attached ones (sglang.urls)",
+                "engines", engines, "the engines of this run are attached (sglang.urls)",
                 "use --attach and --drain",
             )  # fmt: skip
         if len(mine) == engines:
-            return f"there are {engines} already"
+            return f"there are already {engines}"
         for name in reversed(mine[engines:]):
             self._retire(name)
         names: list[str] = []
@@ -214,13 +214,14 @@ class Fleet:
 
     def _attach(self, order: ScaleOrder) -> str:
         if order.attach in (urls := [state.url for state in self._states.values()]):
-            raise ConfigError("attach", order.attach, "is an engine of this run", f"its engines: {', '.join(urls)}")
+            known = ", ".join(urls)
+            raise ConfigError("attach", order.attach, "is already an engine of this run", f"its engines: {known}")
         address = self._engines.attach(order.attach, order.keys)
         self._attached.add(address.endpoint)
         if (failure := self._admit(address, "joins")) is not None:
             self._attached.release(address.endpoint)
             raise failure
-        return f"it is {address.name}"
+        return f"attached as {address.name}"
 
     def _drain(self, which: str) -> str:
         for name, state in self._states.items():
@@ -228,14 +229,14 @@ class Fleet:
                 self._retire(name)
                 return f"{name} will leave"
         known = ", ".join(f"{state.name} ({state.url})" for state in self._states.values())
-        raise ConfigError("drain", which, "is no engine of this run", f"its engines: {known}")
+        raise ConfigError("drain", which, "is not an engine of this run", f"its engines: {known}")
 
     def _retire(self, name: str) -> None:
         """Let an engine leave. Raises ConfigError for the last serving one."""
         state = self._states[name]
         serves = [s.name for s in self._states.values() if s.state in ("serving", "joining")]
         if serves == [name]:
-            raise ConfigError("drain", name, "no other engine serves now, and a run needs one", "add another one first")
+            raise ConfigError("drain", name, "no other engine is serving, and a run needs one", "add another first")
         if state.state == "leaving":
             return
         self._members.call(RunEngines.retire, name)

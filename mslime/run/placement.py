@@ -70,7 +70,7 @@ def gpus_of(spots: Sequence[BundleLocation]) -> tuple[str, ...]:
             "sglang.tp_size", len(spots),
             f"the trainer's GPUs that an engine would share are on {' and '.join({spot.address for spot in spots})}; "
             f"free GPUs of a machine must come in multiples of {len(spots)}",
-            "end what else runs on these machines, or choose a size that divides the GPUs of each",
+            "stop other jobs on these machines, or choose a size that divides each machine's number of GPUs",
         )  # fmt: skip
     return tuple(str(spot.gpu) for spot in spots)
 
@@ -88,12 +88,12 @@ def spots_of(group: PlacementGroup, gpus: bool) -> list[BundleLocation]:
     """
     where: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
     addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
-    bundles, asked = sorted(where), cast("Any", ray.remote(_first_gpu))
+    bundles, find_gpu = sorted(where), cast("Any", ray.remote(_first_gpu))
     strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle) for bundle in bundles]
     options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 1, "max_retries": 0}
     numbers = [0] * len(bundles)
     if gpus:
-        numbers = ray.get([asked.options(scheduling_strategy=each, **options).remote() for each in strategies])
+        numbers = ray.get([find_gpu.options(scheduling_strategy=each, **options).remote() for each in strategies])
     return [BundleLocation(addresses[where[bundle]], where[bundle], numbers[bundle]) for bundle in bundles]
 
 
@@ -148,7 +148,7 @@ def check_tensor_groups(spots: Sequence[BundleLocation], tp: int) -> None:
                 tp,
                 f"ranks {first} to {first + tp - 1} would share every layer over the network, between "
                 f"{' and '.join(machines.values())}; free GPUs of a machine must come in multiples of {tp}",
-                "end what else runs on these machines, or choose a size that divides the GPUs of each",
+                "stop other jobs on these machines, or choose a size that divides each machine's number of GPUs",
             )
 
 
@@ -179,7 +179,8 @@ def _too_small(cluster: ClusterConfig, wanted: Sequence[PlacementClaim]) -> Conf
             )
     cores, processes = sum(int(resources.get("CPU", 0)) for resources in nodes), sum(claim.count for claim in wanted)
     if cores < processes:
-        return _refusal(cluster.ray_address, f"starts {processes} processes, one a core", f"{cores} cores", len(nodes))
+        needs = f"starts {processes} processes, one per core"
+        return _refusal(cluster.ray_address, needs, f"{cores} cores", len(nodes))
     return None
 
 

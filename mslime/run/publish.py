@@ -231,7 +231,7 @@ class Publisher:
                     self._fleet.reject(new, error)
                     return self._rollouts.engines.call(RunEngines.restart_update)
             elif not twice:
-                self._progress.note(f"all weights are sent again: {error.brief}")
+                self._progress.note(f"sending all weights again: {error.brief}")
                 return serving
             elif named and named != set(tried):
                 self._rollouts.engines.call(RunEngines.mark_dead, named, error.brief)
@@ -255,7 +255,7 @@ class Publisher:
         self._fleet.lost(serving.gone)
         if self._connected == (there := frozenset(serving.urls)):
             return
-        self._progress.note(f"{len(there)} of {self._fleet.size} engines take the weights")
+        self._progress.note(f"sending weights to {len(there)} of {self._fleet.size} engines")
         if self._connected:
             self._leave()
         self._connected = there

@@ -101,9 +101,9 @@ class RankGroup:
         Args:
             on_wait: called a few times a second until the first rank is up.
         """
-        who, deadline = self.name(0), self._limits.trainer_start_s
-        asked = self._actors[0].address.remote()
-        rendezvous = call(asked, who, "trainer start", deadline, self.log_paths[who], on_wait)
+        worker, deadline = self.name(0), self._limits.trainer_start_s
+        reference = self._actors[0].address.remote()
+        rendezvous = call(reference, worker, "trainer start", deadline, self.log_paths[worker], on_wait)
         return self.submit(lambda a, _: a.start.remote(rendezvous))
 
     def submit(self, work: Callable[[Any, int], ray.ObjectRef]) -> dict[str, ray.ObjectRef]:
@@ -116,13 +116,13 @@ class RankGroup:
 
     def all(
         self,
-        what: str,
+        task: str,
         deadline_s: float,
         work: Callable[[Any, int], ray.ObjectRef],
         on_wait: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Results of `work(actor, rank)`, in rank order; fails like `ray_calls.gather`."""
-        return list(gather(self.submit(work), what, deadline_s, self.log_paths, on_wait).values())
+        return list(gather(self.submit(work), task, deadline_s, self.log_paths, on_wait).values())
 
     def stop(self) -> None:
         """Kill every rank at once: a rank that hangs in a collective answers no other request."""
@@ -131,16 +131,16 @@ class RankGroup:
 
     def poller(self, method: str, report: Report, check: Callable[[], None]) -> Callable[[], None]:
         """Poll rank 0's progress without ever waiting for the answer. `check` raises when waiting is to end."""
-        asked: list[ray.ObjectRef] = []
+        pending: list[ray.ObjectRef] = []
 
         def poll() -> None:
             check()
-            ready = ray.wait(asked, timeout=0)[0] if asked else []
+            ready = ray.wait(pending, timeout=0)[0] if pending else []
             if ready:
                 with suppress(RayError):  # the awaited call raises the error
-                    report(*ray.get(asked.pop()))
-            if not asked:
-                asked.append(getattr(self._first, method).options(concurrency_group="progress").remote())
+                    report(*ray.get(pending.pop()))
+            if not pending:
+                pending.append(getattr(self._first, method).options(concurrency_group="progress").remote())
 
         return poll
 

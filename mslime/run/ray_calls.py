@@ -26,7 +26,7 @@ DEATH_SECONDS = 5.0
 
 def gather(
     refs: Mapping[str, ray.ObjectRef],
-    what: str,
+    task: str,
     deadline_s: float,
     log_paths: Mapping[str, str],
     on_wait: Callable[[], None] | None = None,
@@ -35,7 +35,7 @@ def gather(
 
     Args:
         refs: running calls by the name of the worker, for example `trainer rank 3`.
-        what: the work, for messages.
+        task: the work, for messages.
         deadline_s: seconds after which workers without an answer are declared stuck.
         log_paths: each worker's log.
         on_wait: called a few times a second, for progress.
@@ -48,19 +48,19 @@ def gather(
     pending, results = list(refs.values()), {}
     end = time.monotonic() + deadline_s
     while pending:
-        done, pending = _wait(pending, what)
+        done, pending = _wait(pending, task)
         for ref in done:
             try:
-                results[names[ref]] = _value(ref, names[ref], what, log_paths)
+                results[names[ref]] = _value(ref, names[ref], task, log_paths)
             except WeightSyncError as error:
-                raise _death_among(pending, names, what, log_paths) or error from None
+                raise _death_among(pending, names, task, log_paths) or error from None
         if on_wait is not None:
             on_wait()
         if pending and time.monotonic() > end:
             stuck = sorted(names[ref] for ref in pending)
             logs = ", ".join(log_paths.get(n, "?") for n in stuck)
             raise WorkerError(
-                what,
+                task,
                 ", ".join(stuck),
                 f"no answer within {deadline_s:.0f} s",
                 f"read {logs}; `py-spy dump` shows where a live rank waits; raise the deadline if it was slow",
@@ -69,13 +69,13 @@ def gather(
 
 
 def _death_among(
-    pending: list[ray.ObjectRef], names: Mapping[ray.ObjectRef, str], what: str, log_paths: Mapping[str, str]
+    pending: list[ray.ObjectRef], names: Mapping[ray.ObjectRef, str], task: str, log_paths: Mapping[str, str]
 ) -> WorkerError | None:
     """The death behind a sync that failed on a rank which only lost its peer: Ray may report it a moment later."""
-    done, _ = _wait(pending, what, len(pending), DEATH_SECONDS) if pending else ([], [])
+    done, _ = _wait(pending, task, len(pending), DEATH_SECONDS) if pending else ([], [])
     for ref in done:
         try:
-            _value(ref, names[ref], what, log_paths)
+            _value(ref, names[ref], task, log_paths)
         except WorkerError as death:
             return death
         except UserError:
@@ -84,56 +84,56 @@ def _death_among(
 
 
 def _wait(
-    pending: list[ray.ObjectRef], what: str, number: int = 1, seconds: float = POLL_SECONDS
+    pending: list[ray.ObjectRef], task: str, number: int = 1, seconds: float = POLL_SECONDS
 ) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
     try:
         return ray.wait(pending, num_returns=number, timeout=seconds)
     except RayError as error:
-        raise _ray_failed(what, "Ray", error) from None
+        raise _ray_failed(task, "Ray", error) from None
 
 
 def call(
     ref: ray.ObjectRef,
-    who: str,
-    what: str,
+    worker: str,
+    task: str,
     deadline_s: float,
     log_path: str = "?",
     on_wait: Callable[[], None] | None = None,
 ) -> Any:
     """The result of one call; see `gather`."""
-    return gather({who: ref}, what, deadline_s, {who: log_path}, on_wait)[who]
+    return gather({worker: ref}, task, deadline_s, {worker: log_path}, on_wait)[worker]
 
 
-def _value(ref: ray.ObjectRef, who: str, what: str, log_paths: Mapping[str, str]) -> Any:
-    log = log_paths.get(who, "?")
+def _value(ref: ray.ObjectRef, worker: str, task: str, log_paths: Mapping[str, str]) -> Any:
+    log = log_paths.get(worker, "?")
     try:
         return ray.get(ref)
     except RayError as error:
-        raise to_user_error(error, who, what, log) from None
+        raise to_user_error(error, worker, task, log) from None
 
 
-def to_user_error(error: RayError, who: str, what: str, log: str) -> Exception:
-    """Convert a failed call to the error to show: the worker's own if it is a user's mistake, else that `who` crashed
-    or died, or that Ray failed."""
+def to_user_error(error: RayError, worker: str, task: str, log: str) -> Exception:
+    """Convert a failed call to the error to show: the worker's own if it is a user's mistake, else that `worker`
+    crashed or died, or that Ray failed."""
     if isinstance(error, RayTaskError):
         if isinstance(error.cause, UserError):
             return error.cause
         # Not `error.traceback_str`: Ray forwards it to the cause, and an AttributeError of that kind hides it.
-        return WorkerError(what, who, f"crashed with\n{error}", f"the whole log is {log}")
+        return WorkerError(task, worker, f"crashed with\n{error}", f"read the full log in {log}")
     if isinstance(error, RayActorError):
         return WorkerError(
-            what,
-            who,
+            task,
+            worker,
             f"the process died ({str(error).splitlines()[0]})",
             f"read the end of {log}; a death without a traceback is often the kernel's out-of-memory killer",
         )
-    return _ray_failed(what, who, error)
+    return _ray_failed(task, worker, error)
 
 
-def _ray_failed(what: str, who: str, error: RayError) -> TrainerError:
+def _ray_failed(task: str, worker: str, error: RayError) -> TrainerError:
     reason = str(error).strip().splitlines() or [""]
     return TrainerError(
-        what, who, f"Ray failed: {type(error).__name__}: {reason[0]}",
+        task, worker, f"Ray failed: {type(error).__name__}: {reason[0]}",
         "Ray's logs are in /tmp/ray/session_latest/logs; the kernel's out-of-memory killer may have ended its raylet",
     )  # fmt: skip
 
@@ -154,13 +154,13 @@ class Verb:
     """Properties of a method's calls from the driver.
 
     Attributes:
-        what: the work, for errors; may name arguments, as in `step {0}`.
+        task: the work, for errors; may name arguments, as in `step {0}`.
         deadline: field of `deadlines` that bounds it.
         more_s: seconds beyond that, for the other process's work around its own wait.
         interruptible: whether the run may end while it waits for the call.
     """
 
-    what: str
+    task: str
     deadline: str
     more_s: float
     interruptible: bool
@@ -170,12 +170,12 @@ _VERBS: dict[Callable[..., Any], Verb] = {}
 
 
 def verb(
-    what: str, deadline: str = "engine_control_s", *, more_s: float = 30.0, interruptible: bool = False
+    task: str, deadline: str = "engine_control_s", *, more_s: float = 30.0, interruptible: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make the method callable by the driver; see `Verb`."""
 
     def register(method: Callable[P, R]) -> Callable[P, R]:
-        _VERBS[method] = Verb(what, deadline, more_s, interruptible)
+        _VERBS[method] = Verb(task, deadline, more_s, interruptible)
         return method
 
     return register
@@ -200,12 +200,12 @@ class PendingCall(Generic[R]):
     """A running call.
 
     Attributes:
-        what: the work, for errors.
+        task: the work, for errors.
     """
 
     ref: ray.ObjectRef = field(repr=False)
     verb: Verb
-    what: str
+    task: str
 
     @property
     def done(self) -> bool:
@@ -219,17 +219,17 @@ class RemoteHandle(Generic[T]):
     Args:
         actor: a handle of a `HandleActor`.
         name: of the object there.
-        who: the process, for errors.
+        worker: the process, for errors.
         log_path: log of the process.
         deadlines: of the run.
         check: called while waiting for an interruptible call; raises when the run is to end.
     """
 
     def __init__(
-        self, actor: Any, name: str, who: str, log_path: str, deadlines: DeadlineConfig,
+        self, actor: Any, name: str, worker: str, log_path: str, deadlines: DeadlineConfig,
         check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self._actor, self._name, self._who, self._log = actor, name, who, log_path
+        self._actor, self._name, self._worker, self._log = actor, name, worker, log_path
         self._deadlines, self.check = deadlines, check
         self._limit_s: float | None = None
 
@@ -245,7 +245,7 @@ class RemoteHandle(Generic[T]):
         """Start a call of the method, which is a `verb`, without waiting for it."""
         ref = self._actor.ask.remote(self._name, method.__name__, *args, **options)
         found = _VERBS[method]
-        return PendingCall(ref, found, found.what.format(*args))
+        return PendingCall(ref, found, found.task.format(*args))
 
     def wait(self, pending: PendingCall[R], on_wait: Callable[[], None] | None = None) -> R:
         """Wait for a started call and return its result.
@@ -259,7 +259,7 @@ class RemoteHandle(Generic[T]):
         """
         limit_s = self._limit_s or getattr(self._deadlines, pending.verb.deadline) + pending.verb.more_s
         checked = self.check if pending.verb.interruptible and not pending.done else None
-        return call(pending.ref, self._who, pending.what, limit_s, self._log, on_wait or checked)
+        return call(pending.ref, self._worker, pending.task, limit_s, self._log, on_wait or checked)
 
     def call(self, method: Callable[Concatenate[T, P], Awaitable[R]], *args: P.args, **options: P.kwargs) -> R:
         """Call the method, which is a `verb`, and return its result; see `wait`."""
@@ -274,8 +274,8 @@ class RemoteHandle(Generic[T]):
             ray.cancel(ref)
             raise
         except RayError as error:
-            what = f"{self._name}: {method.__name__}"
-            raise to_user_error(error, self._who, what, self._log) from None
+            task = f"{self._name}: {method.__name__}"
+            raise to_user_error(error, self._worker, task, self._log) from None
 
 
 class LoopHandle(Generic[T]):
@@ -287,7 +287,7 @@ class LoopHandle(Generic[T]):
     def call(self, method: Callable[Concatenate[T, P], Awaitable[R]], *args: P.args, **options: P.kwargs) -> R:
         """Call the method; returns its result, or raises its error."""
 
-        async def asked() -> R:
+        async def result() -> R:
             return await method(self._it, *args, **options)
 
-        return asyncio.run_coroutine_threadsafe(asked(), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(result(), self._loop).result()

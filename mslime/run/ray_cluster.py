@@ -121,7 +121,7 @@ class Cluster:
         engines, teachers = self._num_engines, self._num_teachers
         if ray.is_initialized():
             raise ConfigError(
-                "cluster.ray_address", config.cluster.ray_address, "this process is connected to a Ray cluster already",
+                "cluster.ray_address", config.cluster.ray_address, "this process is already connected to a Ray cluster",
                 "call ray.shutdown() first, or start mslime in a separate process",
             )  # fmt: skip
         local: dict[str, Any] = {}
@@ -167,13 +167,13 @@ class Cluster:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
         except AuthenticationError:
             raise ConfigError(
-                "cluster.ray_address", address, "this Ray cluster lets in who has its token; this process has another",
-                "export the RAY_AUTH_TOKEN with which its machines were started (docs/clusters.md)",
+                "cluster.ray_address", address, "this Ray cluster requires another token than the one of this process",
+                "set RAY_AUTH_TOKEN to the token that its machines were started with (docs/clusters.md)",
             ) from None  # fmt: skip
         except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 "cluster.ray_address", address, f"the Ray cluster cannot be joined: {error}",
-                f"start it ({RAY_START}), with this Python and this Ray, and mslime on one of its machines",
+                f"start it ({RAY_START}), with this Python and Ray version, and run mslime on one of its machines",
             ) from error  # fmt: skip
 
     def _place_ranks(self, field: str, ranks: int) -> tuple[PlacementGroup, list[BundleLocation]]:
@@ -201,9 +201,10 @@ class Cluster:
             raise ConfigError(
                 field,
                 len(bundles),
-                f"the Ray cluster at {where} cannot place {bundles[0]} that often within {patience_s:.0f} s; "
+                f"the Ray cluster at {where} cannot place this many bundles of {bundles[0]} within "
+                f"{patience_s:.0f} s; "
                 f"free: {have}",
-                "end what else runs there (`ray status`), use fewer ranks or engines, or add machines",
+                "stop other jobs there (`ray status`), use fewer ranks or engines, or add machines",
             )
         return group
 
@@ -279,7 +280,7 @@ class Cluster:
             raise ConfigError(
                 "sglang.num_engines", number + 1,
                 f"engines share {free} of the trainer's GPUs, {engine.tp_size} each (cluster.placement)",
-                "end another one first",
+                "remove another engine first",
             )  # fmt: skip
         self._placed += 1
         return self._on_trainer_gpus(engine, number * engine.tp_size)
@@ -336,7 +337,7 @@ def _ends_within(seconds: float, work: Callable[[], None]) -> bool:
         try:
             work()
         except Exception as error:  # any error of Ray: the run has ended, and only clean-up is left
-            _log.warning("Ray cannot be ended in order: %s: %s", type(error).__name__, error)
+            _log.warning("Ray did not shut down cleanly: %s: %s", type(error).__name__, error)
         else:
             well.set()
 
@@ -374,13 +375,13 @@ def _start_ray(options: dict[str, Any]) -> None:
         except Exception as error:  # Ray has no class for it
             if _TOO_SLOW not in str(error):
                 raise
-            _log.warning("Ray did not start within 30 s, so it is started again")
+            _log.warning("Ray did not start within 30 s; trying again")
             kill_all(ray_processes(os.getpid()))
         else:
             return
     raise WorkerError(
         "ray", f"{_RAY_STARTS} starts", "its processes on this machine did not come up within 30 s each",
-        f"end what else runs here; or start Ray yourself ({RAY_START}) and set cluster.ray_address",
+        f"stop other jobs on this machine, or start Ray yourself ({RAY_START}) and set cluster.ray_address",
     )  # fmt: skip
 
 
@@ -395,7 +396,7 @@ def _ray_environment(address: str | None, rescue_s: float) -> Iterator[None]:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         # Ray would run its workers, our trainer ranks among them, at niceness 15, behind the engines on the same cores.
         "RAY_worker_niceness": "0",
-        # Errors of other ranks after a lost one are in their logs, and are no further failure.
+        # Errors of other ranks after a lost one are in their logs, and are not separate failures.
         "RAY_IGNORE_UNHANDLED_ERRORS": "1",
         # A job submitted to Ray has its own runtime environment; see `_runtime_environment`.
         "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",

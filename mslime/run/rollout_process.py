@@ -113,7 +113,7 @@ class RolloutActor(HandleActor):
         from mslime.rollout.service import LocalHandle
 
         config, side = self._config, EngineSide(self._run)
-        refused_input = await side.meet_engines(addresses)
+        refused_input = await side.connect_engines(addresses)
         self._close_engines = side.close
         slots: RequestSlots | None = None
         if self._weights:
@@ -202,21 +202,21 @@ class RolloutProcess:
 
     def groups(self, pending: PendingCall[T], on_counts: Callable[[RolloutCounts], None]) -> T:
         """Wait for a call that needs a step's groups, and return its result; reports their counts meanwhile."""
-        asked: list[PendingCall[RolloutCounts]] = []
+        queries: list[PendingCall[RolloutCounts]] = []
 
         def poll() -> None:
             self.service.check()
-            if asked and asked[0].done:
+            if queries and queries[0].done:
                 with suppress(RayError):  # the awaited call raises the error
-                    on_counts(ray.get(asked.pop().ref))
-            if not asked:
-                asked.append(self.service.begin(RunRollouts.group_counts))
+                    on_counts(ray.get(queries.pop().ref))
+            if not queries:
+                queries.append(self.service.begin(RunRollouts.group_counts))
 
         return self.service.wait(pending, poll)
 
     def begin_evaluation(self, step: int) -> Evaluation:
         """Begin to evaluate the weights after `step` steps, without waiting."""
-        return Evaluation(step, replace(self.service.begin(RunRollouts.evaluate), what=f"evaluation of step {step}"))
+        return Evaluation(step, replace(self.service.begin(RunRollouts.evaluate), task=f"evaluation of step {step}"))
 
     def stop(self) -> None:
         """End the process, gracefully first."""
@@ -282,7 +282,7 @@ class ManagerActor(HandleActor):
         self.objects = {"process": self}
         self._run, self._config = run, share_of(run.config, index)
 
-    async def meet(self, addresses: Sequence[EngineAddress]) -> int:
+    async def connect(self, addresses: Sequence[EngineAddress]) -> int:
         """Connect to the engines and check them; returns how many tokens they refuse to continue."""
         from mslime.checks.user_functions import check_functions, rollout_functions
 
@@ -290,7 +290,7 @@ class ManagerActor(HandleActor):
         check_functions(rollout_functions(config.data, config.rollout, config.hooks, config.algorithm))
         hide(*(key for a in addresses for key in (a.keys.api, a.keys.admin)))
         self._side = EngineSide(self._run)
-        refused_input = await self._side.meet_engines(addresses)
+        refused_input = await self._side.connect_engines(addresses)
         self.objects |= {"engines": self._side, "weight sync": self._side.pool}
         return refused_input
 
@@ -336,19 +336,19 @@ class ManagerProcesses:
         self._processes: list[RemoteHandle[ManagerActor]] = []
         for index in range(every):
             log = str(log_dir / f"manager{index}.log")
-            actor, who = made.remote(run, index, log), f"rollout manager {index}"
+            actor, label = made.remote(run, index, log), f"rollout manager {index}"
             self._actors.append(actor)
-            self._processes.append(RemoteHandle(actor, "process", who, log, limits))
-            self.managers.append(RemoteHandle(actor, "rollout", who, log, limits))
-            side: RemoteHandle[EngineSide] = RemoteHandle(actor, "engines", who, log, limits)
-            pool: RemoteHandle[EnginePool] = RemoteHandle(actor, "weight sync", who, log, limits)
+            self._processes.append(RemoteHandle(actor, "process", label, log, limits))
+            self.managers.append(RemoteHandle(actor, "rollout", label, log, limits))
+            side: RemoteHandle[EngineSide] = RemoteHandle(actor, "engines", label, log, limits)
+            pool: RemoteHandle[EnginePool] = RemoteHandle(actor, "weight sync", label, log, limits)
             self.members.append(ManagerEngines(side, pool, [*engines[index::every]]))
 
     async def start(self, teachers: Sequence[EngineAddress]) -> int:
         """Connect to all engines and make the managers; returns how many tokens the engines refuse to continue."""
         pairs = zip(self._processes, self.members, strict=True)
-        met = [process.ask(ManagerActor.meet, member.engines) for process, member in pairs]
-        refused_input = min(await asyncio.gather(*met))
+        connecting = [process.ask(ManagerActor.connect, member.engines) for process, member in pairs]
+        refused_input = min(await asyncio.gather(*connecting))
         await asyncio.gather(*(process.ask(ManagerActor.open, refused_input, teachers) for process in self._processes))
         return refused_input
 
@@ -394,13 +394,13 @@ class ScoringSide:
         }
         for scorer in (self.scorer, *self.eval_scorers.values()):
             await scorer.start()
-        self.teacher = await self._meet_teachers(teachers, tokenizer)
+        self.teacher = await self._connect_teachers(teachers, tokenizer)
 
-    async def _meet_teachers(self, addresses: Sequence[EngineAddress], tokenizer: Tokenizer) -> ServedTeacher | None:
+    async def _connect_teachers(self, addresses: Sequence[EngineAddress], tokenizer: Tokenizer) -> ServedTeacher | None:
         """Connect to the teacher's servers and check them; None if there are none."""
         from mslime.backends.sglang.client import EngineClient
         from mslime.backends.sglang.engine_pool import EnginePool
-        from mslime.backends.sglang.handshake import meet_teacher
+        from mslime.backends.sglang.handshake import connect_teacher
         from mslime.rollout.rewards.scorer import ServedTeacher
 
         if not addresses:
@@ -410,7 +410,7 @@ class ScoringSide:
         longest = min(rollout.longest(model.max_positions), prompt + rollout.max_response_tokens)
         limits = config.deadlines
         clients = [EngineClient(a.url, a.name, limits, None, a.log_path, a.keys, a.identity) for a in addresses]
-        await asyncio.gather(*(meet_teacher(client, tokenizer, model.vocab_size, longest) for client in clients))
+        await asyncio.gather(*(connect_teacher(client, tokenizer, model.vocab_size, longest) for client in clients))
         self._teachers = EnginePool(clients, config.teacher.concurrency)
         return ServedTeacher(self._teachers)
 

@@ -73,7 +73,7 @@ def run(config: RunConfig, quiet: bool = False, asked: Callable[[], bool] | None
         with RunResources() as resources:
             session = TrainingRun(resolved, stop, quiet, resources)
             if session.first_step >= config.train.num_steps:
-                print_status(f"{config.run_dir}: all {config.train.num_steps} steps are done already")
+                print_status(f"{config.run_dir}: all {config.train.num_steps} steps are already done")
                 return 0
             for change in changed_settings(session.checkpoints.config or {}, config.as_dict()):
                 print_status(f"changed since {session.checkpoints.loaded}: {change}")
@@ -87,8 +87,8 @@ def run(config: RunConfig, quiet: bool = False, asked: Callable[[], bool] | None
 def only_run(name: str) -> Iterator[None]:
     """Raise ConfigError while this process runs anything other than run `name`."""
     if not _ONE_AT_A_TIME.acquire(blocking=False):
-        raise ConfigError("name", name, "another run is going on in this process",
-                          "wait for its end, or start this one in a separate process")  # fmt: skip
+        raise ConfigError("name", name, "another run is active in this process",
+                          "wait for it to end, or start this one in a separate process")  # fmt: skip
     try:
         yield
     finally:
@@ -99,7 +99,7 @@ def _run_adapters(session: AdaptersSession, print_status: Callable[[str], None])
     """Train several adapters of one base."""
     config = session.config
     if not session.adapters:
-        print_status(f"{config.run_dir}: all steps of all adapters are done already")
+        print_status(f"{config.run_dir}: all steps of all adapters are already done")
         return 0
     for each in session.adapters:
         for change in changed_settings(each.checkpoints.config or {}, each.config.as_dict()):
@@ -171,8 +171,8 @@ class Attempts:
         self._failures = 1 if saved > began else self._failures + 1
         if not self._started or self._failures > self._most:
             return ""
-        where = f"from step {saved}" if saved else "from its beginning"
-        return f"the run goes on {where} ({self._failures} of {self._most} in a row)"
+        where = f"from step {saved}" if saved else "from the beginning"
+        return f"the run continues {where} ({self._failures} of {self._most} in a row)"
 
 
 def can_go_on(resources: RunResources, *, colocated: bool) -> bool:
@@ -204,7 +204,7 @@ def owned(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(
             "output_dir", str(run_dir), f"the run's directory cannot be written: {error.strerror}",
-            "choose a directory of your own with output_dir and name",
+            "choose a writable directory with output_dir and name",
         ) from error  # fmt: skip
     try:
         _lock(descriptor, path)
@@ -229,9 +229,9 @@ def _lock(descriptor: int, path: Path) -> None:
 
 
 def _taken(path: Path, owner: Mapping[str, Any]) -> ConfigError:
-    who = f"process {owner.get('pid', '?')} on {owner.get('host', '?')} since {owner.get('started', '?')}"
+    holder = f"process {owner.get('pid', '?')} on {owner.get('host', '?')} since {owner.get('started', '?')}"
     return ConfigError(
-        "output_dir/name", str(path.parent), f"another process runs in this directory: {who}",
+        "output_dir/name", str(path.parent), f"another process runs in this directory: {holder}",
         "wait for it, stop it, or give this run another name",
     )  # fmt: skip
 
@@ -276,7 +276,7 @@ def changed_settings(before: Mapping[str, object], now: Mapping[str, object]) ->
     old, new = _flat(before), _flat(now)
     keys = [*new, *(key for key in old if key not in new)]
     return [
-        f"{key}: {old.get(key, 'not known')} -> {new.get(key, 'gone')}" for key in keys if old.get(key) != new.get(key)
+        f"{key}: {old.get(key, 'unknown')} -> {new.get(key, 'removed')}" for key in keys if old.get(key) != new.get(key)
     ]
 
 

@@ -85,9 +85,9 @@ class RunCheckpoints:
     def notes(self) -> Iterator[str]:
         """Messages to the user about the choice."""
         for directory, error in self._chosen.passed_over:
-            yield f"passed over a damaged checkpoint, now {directory}: {error}"
+            yield f"skipped a damaged checkpoint, renamed to {directory}: {error}"
         if self._manifest is not None and not self._manifest.summed:
-            yield f"{self.loaded} is from before checksums: only sizes of its files are compared"
+            yield f"{self.loaded} has no checksums (older format): only the sizes of its files are compared"
 
     def directory(self, step: int) -> Path:
         """Directory of the checkpoint after `step` steps."""
@@ -122,7 +122,7 @@ class RunCheckpoints:
             return own
         if not load.is_dir():
             raise CheckpointError(
-                "checkpoint.load", str(load), "no such directory", "name a checkpoints/step_N directory"
+                "checkpoint.load", str(load), "no such directory", "specify a checkpoints/step_N directory"
             )
         return ChosenCheckpoint(load)
 
@@ -130,8 +130,9 @@ class RunCheckpoints:
         step = self.extra.get("next_step")
         if type(step) is not int or step < 0:
             raise CheckpointError(
-                str(self.loaded), f"next_step {step!r}", "a run's checkpoint must hold the step at which it continues",
-                "name it as checkpoint.load of another run, or move it away",
+                str(self.loaded), f"next_step {step!r}",
+                "a run's checkpoint must contain the step at which the run continues",
+                "set it as checkpoint.load of another run, or move it away",
             )  # fmt: skip
         return step
 
@@ -145,7 +146,7 @@ def newest_of(run_dir: Path) -> Path:
     """The newest checkpoint of a run. Raises ConfigError if it has none."""
     found = newest(run_dir / "checkpoints")
     if found is None:
-        raise ConfigError("--checkpoint", str(run_dir), "holds no checkpoint", "name one with --checkpoint")
+        raise ConfigError("--checkpoint", str(run_dir), "contains no checkpoint", "specify one with --checkpoint")
     return found
 
 
@@ -184,7 +185,7 @@ def export_job(
     """
     if _adapters(checkpoint) is not None:
         raise CheckpointError(
-            str(checkpoint), "adapters", "it holds adapters, and not the model that they are on",
+            str(checkpoint), "adapters", "contains adapters without their base model",
             "write the adapter with `mslime convert run`, and merge it with `mslime convert merge-lora`",
         )  # fmt: skip
     directory = side_files(checkpoint, source)

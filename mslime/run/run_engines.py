@@ -49,12 +49,12 @@ class EngineSide:
     def __init__(self, run: ResolvedRun) -> None:
         self._run, self._config = run, run.config
 
-    async def meet_engines(self, addresses: Sequence[EngineAddress]) -> int:
+    async def connect_engines(self, addresses: Sequence[EngineAddress]) -> int:
         """Connect to the engines and check their capabilities; returns how many tokens they refuse to continue."""
         from mslime.backends.sglang.handshake import EngineNeeds, handshake
 
         run, r = self._run, self._config.rollout
-        _log.info("process %d: meeting %s", os.getpid(), ", ".join(a.url for a in addresses))
+        _log.info("process %d: connecting to %s", os.getpid(), ", ".join(a.url for a in addresses))
         clients, spec = self._clients(addresses), engine_spec(self._config, run.adapted_modules)
         self._needs = EngineNeeds(
             run.sends_routes, architectures=(run.family.architecture,),
@@ -92,7 +92,7 @@ class EngineSide:
         except BaseException as error:
             await client.close()
             if isinstance(error, TimeoutError):
-                raise client.error("handshake", f"not over within {limit_s:g} s", EngineDied) from None
+                raise client.error("handshake", f"did not finish within {limit_s:g} s", EngineDied) from None
             raise
         await self.pool.admit(client)
 
@@ -131,10 +131,10 @@ class RunEngines:
 
     # ------------------------------------------------------------------------------------------------ membership
 
-    @verb("meet engine", "engine_start_s", interruptible=True)
+    @verb("admit engine", "engine_start_s", interruptible=True)
     async def admit(self, address: EngineAddress) -> None:
         """See `EngineSide.admit`: at the engine's former manager, or at the one with the fewest engines."""
-        with phase(_log, f"meeting {address.name} at {address.url}"):
+        with phase(_log, f"connecting to {address.name} at {address.url}"):
             known = [member for member in self._members if address.name in member.names]
             member = known[0] if known else min(self._members, key=lambda each: len(each.engines))
             await member.side.ask(EngineSide.admit, address)
@@ -143,7 +143,7 @@ class RunEngines:
         else:
             member.engines.append(address)
 
-    @verb("let engine leave")
+    @verb("remove engine")
     async def retire(self, name: str) -> None:
         """Remove an engine at the next weight update. Raises ConfigError if its manager is one of several and has no
         other engine: its groups would have none."""
@@ -152,13 +152,11 @@ class RunEngines:
                 if len(self._members) > 1 and name not in member.names:
                     continue
                 if len(self._members) > 1 and len(member.engines) == 1:
-                    raise ConfigError(
-                        "drain", name, "is the only engine of one of several rollout managers", "drain another"
-                    )
+                    raise ConfigError("drain", name, "is the only engine of its rollout manager", "drain another")
                 await member.pool.ask(EnginePool.retire, name)
                 member.engines[:] = [address for address in member.engines if address.name != name]
 
-    @verb("leave engines out")
+    @verb("mark engines dead")
     async def mark_dead(self, urls: Collection[str], why: str) -> None:
         """Declare these engines dead; see `EnginePool.mark_dead`."""
         await _all(member.side.ask(EngineSide.mark_dead, urls, why) for member in self._members)

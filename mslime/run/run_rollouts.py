@@ -159,7 +159,7 @@ class RunRollouts:
         if state is not None:
             check_sums(state.directory, {state.name: state.total})
             await self.service.load(state.directory / state.name)
-        _log.info("%sprompts are open, generation begins with version %d", self._prefix, version)
+        _log.info("%sprompts are loaded, generation starts with version %d", self._prefix, version)
         samples.begin(self.config.run_dir, version)
 
     @verb("rollout of step {0}", "rollout_step_s", more_s=60)
@@ -184,7 +184,7 @@ class RunRollouts:
             await asyncio.to_thread(_write, self.config.run_dir / "groups", batch)
         watched = self._samples.watch(step + 1, batch.samples, trained)
         self._samples.write(samples.file_of(self.config.run_dir, step + 1), step + 1, [logged])
-        _log.info("%sstep %d: handed over, %s", self._prefix, step + 1, summary_line(batch.metrics | metrics))
+        _log.info("%sstep %d: sent to the trainer, %s", self._prefix, step + 1, summary_line(batch.metrics | metrics))
         spans, self._spans = self._spans, []
         outline, notes = await self.service.outline(), self._samples.notes()
         return StepShards(references, batch.metrics | metrics, outline, spans, notes, watched)
@@ -220,7 +220,7 @@ class RunRollouts:
     @verb("resume engines")
     async def resume(self, version: int) -> None:
         """Continue under new weights."""
-        with phase(_log, f"going on under version {version}{self._for}"):
+        with phase(_log, f"continuing with version {version}{self._for}"):
             await self.service.resume_after_update(version)
 
     @verb("adapter leaves")

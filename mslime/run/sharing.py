@@ -193,7 +193,7 @@ class SharedGpus(SeparateGpus):
     def metrics(self) -> dict[str, float]:
         """`perf/sleep_seconds` and the like."""
         found, self._seconds = self._seconds, defaultdict[str, float](float)
-        return {f"perf/{what}_seconds": found[what] for what in ("release", "sleep", "wake", "resume")}
+        return {f"perf/{label}_seconds": found[label] for label in ("release", "sleep", "wake", "resume")}
 
     def _close(self) -> None:
         """Forbid starts of engines, and wait for starting ones, which need their GPUs."""
@@ -207,7 +207,7 @@ class SharedGpus(SeparateGpus):
         self._open = False
         self._engines.let_start(False)
 
-    def _load_engines(self, tags: frozenset[EngineTag], what: str) -> None:
+    def _load_engines(self, tags: frozenset[EngineTag], label: str) -> None:
         if tags == self._engine:
             return
         begin, self._engine = time.monotonic(), frozenset(ENGINE_TAGS)  # if this fails, they may hold anything
@@ -216,9 +216,9 @@ class SharedGpus(SeparateGpus):
         finally:
             self._end_dead(self._engines, self._rollouts.engines.call(RunEngines.dead))
         self._engine = tags
-        self._seconds[what] += time.monotonic() - begin
+        self._seconds[label] += time.monotonic() - begin
 
-    def _load_teachers(self, tags: frozenset[EngineTag], what: str) -> None:
+    def _load_teachers(self, tags: frozenset[EngineTag], label: str) -> None:
         """A dead teacher, also one that died while offloaded, is skipped. Raises EngineError if none is left: the run
         ends."""
         if self._teachers is None or tags == self._teacher:
@@ -228,21 +228,21 @@ class SharedGpus(SeparateGpus):
             dead = self._rollouts.engines.call(RunEngines.hold_teachers, tags)
         except EngineError as error:
             raise EngineError(
-                "teacher", "no server is left", f"none is started again, and {error.field} is gone: {error.brief}",
-                "read its log, and start the run again, which goes on after the last step; of two (teacher.num_engines)"
-                " one may die",
+                "teacher", "no server is left", f"teachers are not restarted, and {error.field} is gone: {error.brief}",
+                "read its log, and start the run again: it continues after the last step. With teacher.num_engines: 2 "
+                "a run survives the loss of one",
             ) from error  # fmt: skip
         self._end_dead(self._teachers, dead)
         self._teacher = tags
-        self._seconds[what] += time.monotonic() - begin
+        self._seconds[label] += time.monotonic() - begin
 
-    def _load_trainer(self, parts: frozenset[TrainerPart], what: str) -> None:
+    def _load_trainer(self, parts: frozenset[TrainerPart], label: str) -> None:
         if parts == self._trainer:
             return
         begin, self._trainer = time.monotonic(), frozenset()  # if this fails, nothing is sure to be there
         self._trainers.hold(parts)
         self._trainer = parts
-        self._seconds[what] += time.monotonic() - begin
+        self._seconds[label] += time.monotonic() - begin
 
     def _end_dead(self, group: EngineGroup, names: Iterable[str]) -> None:
         """End these servers: one declared dead may only hang, and keep its memory."""
@@ -250,4 +250,4 @@ class SharedGpus(SeparateGpus):
             try:
                 group.halt(name)
             except UserError as error:
-                _log.warning("%s cannot be ended: %s", name, error.brief)
+                _log.warning("%s cannot be stopped: %s", name, error.brief)

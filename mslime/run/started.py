@@ -73,7 +73,8 @@ class RunResources:
         unsound = blocking(made_clean(clients, groups_of(senders, self.groups), flush=True))
         engines.replace(unsound)
         for name, error in unsound.items():
-            note(f"{name} is gone ({error.brief}): it {'is started again' if name in engines.starting else 'has left'}")
+            fate = "is being restarted" if name in engines.starting else "has left"
+            note(f"{name} is gone ({error.brief}): it {fate}")
 
     def __enter__(self) -> Self:
         return self
@@ -251,5 +252,5 @@ def search_seldom(every_s: float = EVERY_S) -> None:
         loop.call_later(every_s, search)
 
     loop.call_later(every_s, search)
-    log.info("%d objects are left out of searches for garbage, others are searched every %g s",
+    log.info("garbage collection excludes %d objects, and scans the others every %g s",
              gc.get_freeze_count(), every_s)  # fmt: skip

@@ -111,9 +111,9 @@ class StopSignals:
             self._first = (number, now)
         self._count += 1
         if self._count > 2:  # only the end of processes is left, and an exception would leave some behind
-            _say("the run is ending")
+            _say("The run is already stopping.")
         elif self._count == 2:
-            _say("stopping at once")
+            _say("Stopping at once.")
             raise self._stopped(number, save=False)
         else:
             _say(self.describe())
@@ -222,12 +222,13 @@ class RescueState:
     def stopping(self, step: int) -> str:
         """Message after the first signal, in `step`."""
         if (step if self.training else self.trained) > self.saved:
-            return f"stopping: saving step {step if self.training else self.trained}; again to stop without saving"
-        return f"stopping: {self.nothing_to_save()}; again to stop at once"
+            saved = step if self.training else self.trained
+            return f"Stopping after saving step {saved}. Press Ctrl-C again to stop without saving."
+        return f"Stopping: {self.nothing_to_save()}. Press Ctrl-C again to stop at once."
 
     def nothing_to_save(self) -> str:
         """Why a run that ends saves nothing."""
-        return f"step {self.saved} is saved already" if self.saved else "there is nothing to save yet"
+        return f"step {self.saved} is already saved" if self.saved else "there is nothing to save yet"
 
     def lost(self, why: str) -> str:
         """Message that names the unsaved steps."""
@@ -244,7 +245,7 @@ class RescueState:
             stopped: the run ends by a signal, which waited for `step`.
         """
         if self.training:
-            return f"step {step} did not end in time" if stopped else f"the trainer failed within step {step}"
+            return f"step {step} did not finish in time" if stopped else f"the trainer failed within step {step}"
         return "saving failed" if self.save_failed else ""
 
 

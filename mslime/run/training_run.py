@@ -325,7 +325,7 @@ class TrainingRun(StartedRun):
                     if self._rollouts.engines.call(RunEngines.no_engine_alive):
                         self._fleet.revive(error)
                         self._publisher.publish(running.step, self._records.step_of_spans)
-                self.progress.note(f"the evaluation of step {running.step} begins again: no engine was left for it")
+                self.progress.note(f"restarting the evaluation of step {running.step}: no engine was left for it")
                 running = self._rollouts.begin_evaluation(running.step)
 
     def held_out_loss(self, step: int) -> dict[str, float]:
@@ -389,7 +389,7 @@ class TrainingRun(StartedRun):
                 raise
             self.progress.note(
                 f"the rollout service cannot report its groups ({error.rule.splitlines()[0]}): unfinished groups will "
-                "begin again from their prompts"
+                "restart from their prompts"
             )
             return {OUTLINE: write_summed(saving / OUTLINE, self._outlines[next_step])}
 
@@ -419,7 +419,7 @@ class TrainingRun(StartedRun):
         first = (str(error).splitlines() or [type(error).__name__])[0]
         reason = f"{ending} ends" if stopped else f"{ending} ends: {first}"
         if isinstance(error, Stopped) and not error.save:
-            return self._lost("a second signal came")
+            return self._lost("a second signal arrived")
         self._keep_scores()
         if not rescue.training and rescue.trained <= rescue.saved:
             return rescue.nothing_to_save()
@@ -431,7 +431,7 @@ class TrainingRun(StartedRun):
             self._close_row(hook=False)  # the first error is the one that ends the run
             self._save(rescue.trained, rescue=True)
         except KeyboardInterrupt:
-            self._lost("a second signal came")
+            self._lost("a second signal arrived")
             raise
         except Exception as second:  # of any kind: the first error is the one that ends the run
             return self._lost(f"saving failed: {second}")
@@ -448,8 +448,8 @@ class TrainingRun(StartedRun):
                 if (record := self._records.record) is not None:
                     record.update(found)
                 return
-        fate = "it begins again when the run continues" if running.step == self.trained else "its scores are lost"
-        self.progress.note(f"the evaluation of step {running.step} has not ended: {fate}")
+        fate = "it restarts when the run continues" if running.step == self.trained else "its scores are lost"
+        self.progress.note(f"the evaluation of step {running.step} has not finished: {fate}")
 
     def _lost(self, why: str) -> str:
         """Message that steps are not saved."""

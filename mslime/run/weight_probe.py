@@ -26,8 +26,8 @@ from mslime.run.sharing import SeparateGpus
 from mslime.run.trainers import TrainerGroup
 
 HINT = (
-    "an engine that holds equal parameters (weights.verify: always compares them) holds something else that is wrong: "
-    "see docs/weight_sync.md, section Probe; weights.probe_tolerance allows more, weights.verify: first does without"
+    "weights.verify: always compares the parameters, too; if they are equal, the engine has another fault: see "
+    "docs/weight_sync.md, section Probe. weights.probe_tolerance sets the limit, weights.verify: first omits the probe"
 )
 
 Score: TypeAlias = tuple[NDArray[np.float32], NDArray[np.int16] | None]
@@ -141,8 +141,8 @@ class WeightProbe:
             for url, each in wrong.items()
         )
         rule = (
-            f"an engine scores a fixed text differently from the trainer's weights of version {version}. Allowed are a "
-            f"median of {self._tolerance:g} nats, and {1 - SAME_ROUTES:.0%} other experts"
+            f"an engine scores a fixed text differently from the trainer's weights of version {version}. The limits "
+            f"are a median of {self._tolerance:g} nats, and {1 - SAME_ROUTES:.0%} other experts"
         )
         raise sync_error("probe", differences, rule, HINT)
 

@@ -113,7 +113,7 @@ def close_groups(groups: list[dist.ProcessGroup], *, broken: bool) -> None:
         dist.destroy_process_group(groups.pop())
 
 
-def meet(
+def connect_group(
     link: Link,
     engines: Sequence[EngineInfo],
     joining: Sequence[int],
@@ -175,7 +175,7 @@ class BroadcastTransport(ChangeCarrier):
         link, self.engines = self.link, tuple(engines)
         if self._with_changes:
             ask_all(link.engine_port, engines, wire.Ping(), link.deadline_s)
-        self._group, self._store = meet(link, engines, [engine.ranks for engine in engines])
+        self._group, self._store = connect_group(link, engines, [engine.ranks for engine in engines])
 
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
         """Record the version. If changes may follow, it is sent with each bucket."""

@@ -51,8 +51,8 @@ class SendOrder:
             try:
                 dist.recv(outcome, before, group=self._group)
             except RuntimeError as error:
-                raise sync_error("send", bucket.describe(), f"trainer rank {before}, whose turn it was before, is gone "
-                                 f"or late: {error}") from error  # fmt: skip
+                raise sync_error("send", bucket.describe(), f"trainer rank {before}, which sends before this one, is "
+                                 f"gone or late: {error}") from error  # fmt: skip
             self._went_well = bool(outcome.item())
         return self._went_well
 

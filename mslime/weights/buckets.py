@@ -53,7 +53,7 @@ def _shard(bucket: Bucket, slot: BufferSlot, name: str, params: Mapping[str, tor
         found = None if param is None else tuple(param.shape)
         raise sync_error(
             "gather", f"{bucket.describe()}: {name}", f"the plan expects shape {slot.shape}, found {found}",
-            "build the rules from the config.json and the layout that the model was built from",
+            "build the rules with the config.json and the layout of the model",
         )  # fmt: skip
     return param
 

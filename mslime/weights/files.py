@@ -37,8 +37,8 @@ from mslime.weights.transport import ChangeCarrier, Link, LoadingBucket, Transpo
 from mslime.weights.weight_plan import Bucket
 
 HINT = (
-    "set weights.transport: broadcast; shm and handles are for engines on the machine of every sender, and disk and "
-    "delta for a weights.directory that all machines share"
+    "set weights.transport: broadcast; shm and handles need engines and senders on one host, disk and delta need a "
+    "weights.directory that all hosts share"
 )
 """Hint for the user if an engine cannot read a directory."""
 _VERSION = re.compile(r"version_\d{6,}")
@@ -137,7 +137,7 @@ class DiskTransport(FileTransport, ChangeCarrier):
             free = shutil.disk_usage(self._version).free
         mine = sum(bucket.hf_bytes for bucket in buckets if bucket.sender == self.link.rank)
         if mine > free:
-            raise self._unusable(f"{free >> 20:,} MiB are free, and this sender's part of a version has {mine >> 20:,}")
+            raise self._unusable(f"{free >> 20:,} MiB are free; this sender's part of a version needs {mine >> 20:,}")
 
     def write(self, bucket: Bucket, flat: torch.Tensor) -> Path:
         """Write the bucket's file, completely or not at all."""
@@ -205,7 +205,7 @@ class DiskTransport(FileTransport, ChangeCarrier):
     def _unusable(self, rule: str) -> WeightSyncError:
         return WeightSyncError(
             "weights.directory", str(self._root), rule,
-            "name a directory that all machines share and that holds all weights twice, or set "
+            "choose a directory that all hosts share, with space for all weights twice, or set "
             "weights.transport: broadcast",
         )  # fmt: skip
 
@@ -214,7 +214,7 @@ class DiskTransport(FileTransport, ChangeCarrier):
         try:
             yield
         except OSError as error:
-            raise self._unusable(f"cannot be written to: {error}") from error
+            raise self._unusable(f"cannot be written: {error}") from error
 
 
 def _file_name(bucket: Bucket) -> str:

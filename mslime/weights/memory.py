@@ -81,7 +81,7 @@ class MemoryTransport(FileTransport):
             remove_left_over()
             self._directory, self._lock = private_directory()
         except OSError as error:
-            raise self._unusable(f"{SHARED_MEMORY} cannot be written to: {error}") from error
+            raise self._unusable(f"{SHARED_MEMORY} cannot be written: {error}") from error
         return self._directory
 
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:

@@ -32,7 +32,7 @@ from mslime.convert.safetensors_files import torch_dtype
 from mslime.engine_plugin import wire
 from mslime.engine_plugin.wire import HostSlice, HostSlices, machine_lane
 from mslime.threads import in_thread
-from mslime.weights.broadcast import broadcast_each, close_groups, meet
+from mslime.weights.broadcast import broadcast_each, close_groups, connect_group
 from mslime.weights.buckets import copy_each
 from mslime.weights.transport import Link, Transport, all_done, ask_all, naming
 from mslime.weights.weight_plan import Bucket
@@ -72,11 +72,11 @@ class RelayTransport(Transport):
         self._engines, link = tuple(engines), self._link
         ask_all(link.engine_port, engines, wire.Ping(), link.deadline_s)
         machines, number = [engine.machines for engine in engines], self._numbers[link.rank]
-        self._group, store = meet(link, engines, machines, sender=number)
+        self._group, store = connect_group(link, engines, machines, sender=number)
         self._stores.append(store)
         for machine in range(machines[0]) if set(machines) == {machines[0]} != {1} else ():
             named = replace(link, name=machine_lane(link.name, machine))
-            group, store = meet(named, engines, [1] * len(engines), sender=number, machine=machine)
+            group, store = connect_group(named, engines, [1] * len(engines), sender=number, machine=machine)
             self._machines.append(group)
             self._stores.append(store)
         # This thread's device: the sending thread has no device set.

@@ -186,12 +186,12 @@ class WeightSender:
 
     def _agreed(self, phase: str, failure: Exception | None, mine: _T) -> list[_T]:
         """Every rank's value, in rank order. Collective: the first failing rank's error is raised on every rank."""
-        said = self._exchange((_words_of(failure), mine))
-        for rank, (words, _) in enumerate(said):
-            if words is not None:
-                rule, hint = words
+        replies = self._exchange((_texts_of(failure), mine))
+        for rank, (texts, _) in enumerate(replies):
+            if texts is not None:
+                rule, hint = texts
                 raise sync_error(phase, f"trainer rank {rank}", rule, hint) from failure
-        return [each for _, each in said]
+        return [each for _, each in replies]
 
     def connect(self, engines: Sequence[Endpoint], group: str | None = None) -> None:
         """Connect with the engines: one group for each sender. Collective.
@@ -207,18 +207,18 @@ class WeightSender:
         assert self._engine_port is not None, "a sender without engine_port only exports"
         if group is None:
             group = self._exchange(f"{self._options.name}-{uuid.uuid4().hex[:8]}")[0]
-        transport = self._look_at(engines, self._engine_port)
+        transport = self._choose_transport(engines, self._engine_port)
         for sender in self._groups.senders.everyone():
             failure: WeightSyncError | None = None
             if sender == self._groups.rank:
                 try:
-                    self._meet(self._engine_port, group, transport)
+                    self._connect_engines(self._engine_port, group, transport)
                 except WeightSyncError as error:
                     failure = error
             self._agreed("connect", failure, None)
-        said = self._exchange((self.engines, isinstance(self._transport, CollectiveTransport)))
-        self.engines = said[0][0]
-        if any(needs_all for _, needs_all in said):
+        replies = self._exchange((self.engines, isinstance(self._transport, CollectiveTransport)))
+        self.engines = replies[0][0]
+        if any(needs_all for _, needs_all in replies):
             self._join_all(self._engine_port, group, transport)
 
     def _join_all(self, engine_port: EnginePort, group: str, transport: str) -> None:
@@ -227,7 +227,7 @@ class WeightSender:
         offer, failure = "", None
         try:
             if self._transport is None:
-                self._meet(engine_port, group, transport)
+                self._connect_engines(engine_port, group, transport)
             assert isinstance(self._transport, CollectiveTransport), "a transport is of one kind on every rank"
             offer = self._transport.offer()
         except WeightSyncError as error:
@@ -235,12 +235,12 @@ class WeightSender:
         offers = self._agreed("connect", failure, offer)
         try:
             assert isinstance(self._transport, CollectiveTransport)
-            self._transport.meet(offers)
+            self._transport.connect_ranks(offers)
         except WeightSyncError as error:
             failure = error
         self._agreed("connect", failure, None)
 
-    def _look_at(self, engines: Sequence[Endpoint], engine_port: EnginePort) -> str:
+    def _choose_transport(self, engines: Sequence[Endpoint], engine_port: EnginePort) -> str:
         """Query the engines' properties, and choose the transport. Collective. Raises WeightSyncError."""
         transport, failure = self._options.transport, None
         if self._groups.sends:
@@ -250,15 +250,15 @@ class WeightSender:
                     transport = transport_for(self.engines, engine_port, self._options.deadline_s)
             except WeightSyncError as error:
                 failure = error
-        said = self._agreed("connect", failure, transport)
-        chosen = {said[sender] for sender in self._groups.senders.everyone()}
+        replies = self._agreed("connect", failure, transport)
+        chosen = {replies[sender] for sender in self._groups.senders.everyone()}
         # Every sender queries the engines, and one may have been replaced meanwhile.
         transport = chosen.pop() if len(chosen) == 1 else FALLBACK
         if self._options.transport == AUTO and self._groups.rank == 0:
             _log.info("weights.transport auto: %s to %d engine(s)", transport, len(engines))
         return transport
 
-    def _meet(self, engine_port: EnginePort, group: str, transport: str) -> None:
+    def _connect_engines(self, engine_port: EnginePort, group: str, transport: str) -> None:
         options, rank = self._options, self._groups.rank
         name = group_name(group, rank)
         senders = {sender: group_name(group, sender) for sender in self._groups.senders.everyone()}
@@ -482,7 +482,7 @@ def _failure_of(call: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _words_of(failure: Exception | None) -> tuple[str, str] | None:
+def _texts_of(failure: Exception | None) -> tuple[str, str] | None:
     """A rank's failure as text for other ranks, and its hint; None if there is none."""
     if failure is None:
         return None

@@ -160,11 +160,11 @@ def all_done(futures: Sequence[Future[Any]], phase: str, where: str, deadline_s:
         raise sync_error(phase, where, f"not finished within {deadline_s:.0f} s")
 
 
-def naming(what: str, error: BaseException) -> WeightSyncError:
+def naming(label: str, error: BaseException) -> WeightSyncError:
     """The error for a failed bucket, with the engine's answer."""
     rule = error.rule if isinstance(error, WeightSyncError) else repr(error)
     where = error.value if isinstance(error, WeightSyncError) else "engine"
-    return sync_error("send", f"{what} to {where}", rule)
+    return sync_error("send", f"{label} to {where}", rule)
 
 
 @dataclass(frozen=True)
@@ -276,11 +276,11 @@ class CollectiveTransport(Transport):
 
     @abstractmethod
     def offer(self) -> str:
-        """Data that this rank sends to all others before `meet`; not collective. Raises WeightSyncError if it
+        """Data that this rank sends to all others before `connect_ranks`; not collective. Raises WeightSyncError if it
         cannot."""
 
     @abstractmethod
-    def meet(self, offers: Sequence[str]) -> None:
+    def connect_ranks(self, offers: Sequence[str]) -> None:
         """Connect with the other ranks: collective, after `connect`. Raises WeightSyncError.
 
         Args:

@@ -65,8 +65,8 @@ def check_transport(make: MakeTransport, link: Link, engines: Sequence[EngineInf
     _gives_up(make, replace(link, name=f"{link.name}-nobody", deadline_s=min(link.deadline_s, 2.0)))
     return [
         f"{len(buckets)} buckets reached {len(engines)} engine(s) bit for bit, twice over one connection",
-        "it left, twice, and a new connection worked",
-        "an engine that is not there was named in a WeightSyncError",
+        "disconnect worked twice, and so did a new connection",
+        "an unreachable engine raised a WeightSyncError",
     ]
 
 
@@ -93,7 +93,7 @@ def _send(transport: Transport, buckets: Sequence[Bucket], version: int) -> None
         flat = _filled(bucket, version)
         transport.prepare_bucket(bucket, flat)
         transport.start(bucket, flat).wait()
-        assert torch.equal(flat, _filled(bucket, version)), f"it wrote to the buffer of {bucket.describe()}"
+        assert torch.equal(flat, _filled(bucket, version)), f"the transport wrote to the buffer of {bucket.describe()}"
         flat.zero_()  # the sender may write to it again
     transport.complete()
 
@@ -104,7 +104,7 @@ def _compare(buckets: Sequence[Bucket], version: int, received: Sequence[Mapping
             for name, sent in named_tensors(bucket, _filled(bucket, version)):
                 assert name in held, f"engine {number} never received {name} of {bucket.describe()}"
                 assert held[name].dtype == sent.dtype, f"engine {number} received {name} as {held[name].dtype}"
-                assert torch.equal(held[name].cpu(), sent), f"engine {number} received another {name} than was sent"
+                assert torch.equal(held[name].cpu(), sent), f"engine {number} received wrong values of {name}"
 
 
 def _gives_up(make: MakeTransport, link: Link) -> None:
@@ -118,11 +118,11 @@ def _gives_up(make: MakeTransport, link: Link) -> None:
     except WeightSyncError:
         pass
     else:
-        raise AssertionError("connect returned although the engine is not there")
+        raise AssertionError("connect returned although the engine is unreachable")
     finally:
         transport.disconnect()
     late = time.monotonic() - begin - link.deadline_s
-    assert late < GRACE_S, f"it gave up {late:.0f} s after its deadline of {link.deadline_s:.0f} s"
+    assert late < GRACE_S, f"the transport gave up {late:.0f} s after its deadline of {link.deadline_s:.0f} s"
     for thread in threading.enumerate():  # they wait until the deadline; a process that ends meanwhile is aborted
         if thread not in before:
             thread.join(link.deadline_s + 1)

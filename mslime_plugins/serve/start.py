@@ -124,7 +124,7 @@ class ServerResources(StartedRun):
         config, side = self.config, EngineSide(self._run)
         hide(*(key for address in self._addresses for key in (address.keys.api, address.keys.admin)))
         try:
-            refused = await side.meet_engines(self._addresses)
+            refused = await side.connect_engines(self._addresses)
             positions = min(config.rollout.longest(self._run.model.max_positions), refused)
             attention, mlp = adapted_parts(config.lora)
             served = ServedModel(

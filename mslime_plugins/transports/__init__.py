@@ -4,7 +4,7 @@ from mslime.config.transports import TransportTraits
 
 MOONCAKE = TransportTraits(
     "mslime_plugins.transports.mooncake:MooncakeTransport",
-    "out of a sender's memory by Mooncake's transfer engine (the extra mooncake)",
+    "from a sender's memory by Mooncake's transfer engine (the extra mooncake)",
     settings=("mooncake_over",),
     needs_plugin=True,
     gpu_bucket=True,

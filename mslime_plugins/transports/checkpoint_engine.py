@@ -45,7 +45,7 @@ GRACE_S = 60.0
 get the end of the sync."""
 _FOR_ENGINES = (
     "install the extra `checkpoint-engine` for the engine too; or set weights.transport: disk with a weights.directory "
-    "that all machines share, on one machine handles or shm"
+    "that all hosts share, or on one host handles or shm"
 )
 _POLL_IN, _POLL_OUT = 1, 2
 """ZeroMQ's constants."""
@@ -74,21 +74,21 @@ class UpdateFailures:
     ends: float
     _noticed: float | None = None
 
-    def report(self, words: str) -> None:
+    def report(self, reason: str) -> None:
         """Report an error to every rank."""
-        self.store.compare_set(self.key, "", words)
+        self.store.compare_set(self.key, "", reason)
 
-    def words(self) -> str:
+    def reason(self) -> str:
         """The first reported error; empty if there is none."""
         return self.store.get(self.key).decode(errors="replace") if self.store.check([self.key]) else ""
 
-    def gives_up(self, whom: str) -> bool:
-        """Whether further waiting for `whom` is pointless."""
+    def gives_up(self, peer: str) -> bool:
+        """Whether further waiting for `peer` is pointless."""
         now = time.monotonic()
         if self._noticed is None and self.store.check([self.key]):
             self._noticed = now
         if now > self.ends:
-            self.report(f"{whom} does not answer in time")
+            self.report(f"{peer} does not answer in time")
         return now > self.ends or (self._noticed is not None and now > self._noticed + GRACE_S)
 
 
@@ -103,12 +103,12 @@ class PatientSocket:
     Args:
         socket: ZeroMQ's, of the kind REQ.
         failures: of this update.
-        whom: the peer's name, for messages.
+        peer: the peer's name, for messages.
     """
 
     socket: Any
     failures: UpdateFailures
-    whom: str
+    peer: str
     given_up: bool = False
 
     def send_pyobj(self, value: object) -> None:
@@ -119,10 +119,10 @@ class PatientSocket:
     def recv(self) -> bytes:
         """The answer of the engine's rank: empty on success."""
         if not self._can(_POLL_IN):
-            return f"{self.whom} does not answer".encode()
+            return f"{self.peer} does not answer".encode()
         answer: bytes = self.socket.recv()
         if answer:
-            self.failures.report(f"{self.whom}: {answer.decode(errors='replace').strip().splitlines()[-1]}")
+            self.failures.report(f"{self.peer}: {answer.decode(errors='replace').strip().splitlines()[-1]}")
         return answer
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class PatientSocket:
         while not self.given_up:
             if self.socket.poll(POLL_MS, event):
                 return True
-            self.given_up = self.failures.gives_up(self.whom)
+            self.given_up = self.failures.gives_up(self.peer)
         return False
 
 
@@ -157,7 +157,7 @@ class CheckpointEngineTransport(CollectiveTransport):
         self._server: _Server | None = None
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
-        """Store the engines; `meet` connects."""
+        """Store the engines; `connect_ranks` connects."""
         self._engines = tuple(engines)
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> ArrivedBucket:
@@ -173,19 +173,19 @@ class CheckpointEngineTransport(CollectiveTransport):
         """Check whether this rank can take part; on rank 0, returns the rendezvous address and number."""
         engines, link = self._engines, self.link
         if any(engine.drafts for engine in engines):
-            raise _unusable("an engine with a draft model opens the handle twice, and there is one",
+            raise _unusable("engines with a draft model are not supported: they open the handle twice",
                             "start engines without one")  # fmt: skip
         if (ranks := sum(engine.ranks for engine in engines)) != link.ranks:
             raise _unusable(
-                f"every one of {link.ranks} trainer ranks needs an engine's rank on its GPU, and {ranks} are there",
-                "let engines fill the trainer's GPUs (cluster.trainer_ranks); where an engine has died, resume the "
-                "run, which starts all of them",
+                f"each of {link.ranks} trainer ranks needs an engine rank on its GPU, and there are {ranks}",
+                "let engines fill the trainer's GPUs (cluster.trainer_ranks); if an engine has died, resume the "
+                "run, which restarts all of them",
             )
         _package()
         gpus, current = own_gpus()
         if not gpus or link.rank % gpus != current:
             raise _unusable(f"trainer rank {link.rank} is on GPU {current} of {gpus}, and the package expects it on "
-                            "the one of its number", "let every rank see its own GPU alone, as Ray does")  # fmt: skip
+                            "the GPU with its number", "show each rank only its own GPU, as Ray does")  # fmt: skip
         if link.rank:
             return ""
         ask_all(link.engine_port, engines, wire.CheckIpc(), link.deadline_s, _FOR_ENGINES)
@@ -195,10 +195,10 @@ class CheckpointEngineTransport(CollectiveTransport):
             return f"{host} {self._store.port} {free_port(host)} {secrets.randbelow(1 << 30)}"
         except OSError as error:
             raise _unusable(
-                f"trainer ranks have no address to meet at: {error}", "look at the machine's network"
+                f"trainer ranks have no address to connect to: {error}", "check the host's network"
             ) from error
 
-    def meet(self, offers: Sequence[str]) -> None:
+    def connect_ranks(self, offers: Sequence[str]) -> None:
         """Start the ParameterServer, with all other ranks."""
         link = self.link
         host, port, own, first = offers[0].split()
@@ -227,7 +227,7 @@ class CheckpointEngineTransport(CollectiveTransport):
         try:
             self._server.made.register_checkpoint(CHECKPOINT, named_tensors=kept, use_shared_memory_pool=True)
         except Exception as error:  # of a third-party package: it is raised on every rank
-            raise _failed("send", self.link, f"weights cannot be pinned in the host's memory: {error!r}") from error
+            raise _failed("send", self.link, f"weights cannot be pinned in host memory: {error!r}") from error
 
     def deliver(self, ends: float) -> None:
         """Send the buckets of all ranks to the engines, together with all other ranks."""
@@ -239,12 +239,12 @@ class CheckpointEngineTransport(CollectiveTransport):
             made.gather_metas(CHECKPOINT)
             made.update(CHECKPOINT, self._ask(failures))
         except Exception as error:  # of a third-party package: it is raised on every rank
-            raise _failed("send", self.link, failures.words() or repr(error)) from error
+            raise _failed("send", self.link, failures.reason() or repr(error)) from error
         finally:
             if self._sends:
                 made.unregister_checkpoint(CHECKPOINT)  # its memory is kept
-        if words := failures.words():
-            raise _failed("send", self.link, words)
+        if reason := failures.reason():
+            raise _failed("send", self.link, reason)
 
     @property
     def _sends(self) -> bool:
@@ -259,9 +259,9 @@ class CheckpointEngineTransport(CollectiveTransport):
                 return
             request = wire.TakeIpc(dict(addresses))
             try:
-                asked = [self.link.engine_port.ask(engine, request) for engine in self._engines]
+                pending = [self.link.engine_port.ask(engine, request) for engine in self._engines]
                 left = max(failures.ends - time.monotonic(), 0.0)
-                all_done(asked, "send", f"{len(asked)} engines", left + GRACE_S)
+                all_done(pending, "send", f"{len(pending)} engines", left + GRACE_S)
             except WeightSyncError as error:
                 failures.report(f"{error.value}: {error.rule}")
             except Exception as error:  # in a thread of the package, which would lose it
@@ -285,12 +285,12 @@ def _patient(bound: tuple[Any, Any], server: _Server, link: Link) -> tuple[Patie
 
 def _package() -> Any:
     """Import the module with the ParameterServer. Raises WeightSyncError."""
-    hint = f"install the extra on all machines of the run (pip install 'mslime[checkpoint-engine]', {VERSION})"
+    hint = f"install the extra on all hosts of the run (pip install 'mslime[checkpoint-engine]', {VERSION})"
     os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # it logs two lines per bucket on every rank
     try:
         package: Any = importlib.import_module("checkpoint_engine")
         if package.__version__ != VERSION:
-            raise _unusable(f"checkpoint-engine {package.__version__} is installed, and {VERSION} was read", hint)
+            raise _unusable(f"checkpoint-engine {package.__version__} is installed; required is {VERSION}", hint)
         return importlib.import_module("checkpoint_engine.ps")
     except ImportError as error:
         raise _unusable(f"the package checkpoint-engine is not usable here: {error}", hint) from error
@@ -306,7 +306,7 @@ def _as_the_package_wants_it(link: Link) -> Generator[None]:
     os.environ["PS_MAX_BUCKET_SIZE_GB"] = str(link.bucket_bytes / (1 << 30))
     rank, mooncake = os.environ.get("RANK"), sys.modules.get("mooncake.engine")
     os.environ["RANK"] = str(link.rank)
-    sys.modules["mooncake.engine"] = None  # pyright: ignore[reportArgumentType]  # what makes its import fail
+    sys.modules["mooncake.engine"] = None  # pyright: ignore[reportArgumentType]  # makes its import fail
     try:
         yield
     finally:
@@ -323,12 +323,12 @@ def _outward(engines: Sequence[EngineInfo]) -> str:
     return next((address for address in addresses if not address.startswith("127.")), addresses[0])
 
 
-def _failed(phase: str, link: Link, words: str) -> WeightSyncError:
-    return sync_error(phase, f"checkpoint-engine of trainer rank {link.rank}", words)
+def _failed(phase: str, link: Link, reason: str) -> WeightSyncError:
+    return sync_error(phase, f"checkpoint-engine of trainer rank {link.rank}", reason)
 
 
 def _unusable(rule: str, hint: str) -> WeightSyncError:
     return WeightSyncError(
         "weights.transport", "checkpoint_engine", rule,
-        f"{hint}; or set disk with a weights.directory that all machines share, on one machine handles or shm",
+        f"{hint}; or set disk with a weights.directory that all hosts share, or on one host handles or shm",
     )  # fmt: skip

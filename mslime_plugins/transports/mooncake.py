@@ -51,13 +51,13 @@ class MooncakeTransport(FileTransport):
         except ImportError as error:
             raise _unusable(
                 f"Mooncake's package is not usable here: {error}",
-                "install the extra on every machine of trainer and engines (pip install 'mslime[mooncake]'; it needs "
-                "libibverbs1 of the operating system)",
+                "install the extra on every host of trainer and engines (pip install 'mslime[mooncake]'; it needs the "
+                "system package libibverbs1)",
             ) from error
         except OSError as error:
-            raise _unusable(str(error), "see what Mooncake wrote to the log") from error
+            raise _unusable(str(error), "read Mooncake's messages in the log") from error
         return wire.ReadMemory(self._place, nonce.hex()), (
-            "install the extra `mooncake` for the engine too, open the sender's ports to its machine, or set "
+            "install the extra `mooncake` for the engine too, open the sender's ports to its host, or set "
             "weights.transport: broadcast"
         )
 

@@ -18,8 +18,8 @@ find_python() {
       *) found="$found $candidate is $version," ;;
     esac
   done
-  fail "mslime needs Python 3.11 or 3.12;${found:- no Python was found,} which will not do" \
-    "install Python 3.11, or point PYTHON at one: PYTHON=/path/to/python3.11 bash scripts/install.sh"
+  fail "mslime needs Python 3.11 or 3.12;${found:- no Python was found,} which is not supported" \
+    "install Python 3.11, or set PYTHON to one: PYTHON=/path/to/python3.11 bash scripts/install.sh"
 }
 
 # need_disk DIRECTORY GIB: fails when the file system of DIRECTORY has less than GIB free.
@@ -27,7 +27,7 @@ need_disk() {
   local directory="$1" wanted="$2" free
   while [ ! -d "$directory" ]; do directory="$(dirname "$directory")"; done
   free="$(df -Pk "$directory" | awk 'NR == 2 { printf "%d", $4 / 1048576 }')"
-  [ "$free" -ge "$wanted" ] || fail "the disk of $directory has $free GiB free and the installation needs $wanted" \
+  [ "$free" -ge "$wanted" ] || fail "the disk of $directory has $free GiB free, and the installation needs $wanted" \
     "free some space, or install elsewhere with --venv DIR"
 }
 
@@ -39,11 +39,11 @@ explain_pip() {
     fail "a package could not be downloaded: $(last_error "$1") (log: $1)" \
       "check the network, the proxy settings and pip's index (pip config list), then run this again"
   elif grep -qiE 'no matching distribution|could not find a version' "$1"; then
-    fail "the package index does not have what mslime pins: $(last_error "$1") (log: $1)" \
+    fail "the package index lacks a version that mslime pins: $(last_error "$1") (log: $1)" \
       "check pip's index (pip config list): it must offer the versions in pyproject.toml"
   elif grep -qiE 'permission denied|read-only file system|cannot update time stamp' "$1"; then
     fail "pip could not write: $(last_error "$1") (log: $1)" \
-      "copy the checkout to a directory of yours and run the script of the copy: pip writes mslime.egg-info beside it"
+      "copy the checkout to a directory of your own and run the script there: pip writes mslime.egg-info beside it"
   fi
   fail "pip failed: $(last_error "$1") (log: $1)" "read the log; running this again starts over cleanly"
 }
@@ -68,5 +68,5 @@ check_imports() {
   printf '\n$ imports %s\n' "${modules[*]}" >>"$venv/install.log"
   "$venv/bin/python" -W ignore scripts/lib/imports.py "${modules[@]}" >"$venv/imports.log" 2>>"$venv/install.log" ||
     fail "$(tail -n 1 "$venv/imports.log") (log: $venv/install.log)" \
-      "run this again; if the same import fails, remove $venv and install anew"
+      "run this again; if the same import fails, remove $venv and install again"
 }

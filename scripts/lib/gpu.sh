@@ -24,7 +24,7 @@ check_driver() {
 check_compiler() {
   local include
   command -v g++ >/dev/null 2>&1 ||
-    fail "there is no C++ compiler (g++), which Transformer Engine's torch extension needs" \
+    fail "no C++ compiler (g++) was found, and Transformer Engine's torch extension needs one" \
       "install it: on Debian and Ubuntu the package build-essential"
   include="$("$1" -c 'import sysconfig; print(sysconfig.get_path("include"))')"
   [ -f "$include/Python.h" ] ||
@@ -63,7 +63,7 @@ describe_gpus() {
   local version
   version="$(driver_version)"
   if [ -z "$version" ]; then
-    say "no GPU here: no NVIDIA driver was found. Everything imports; a run needs a machine with driver $NEEDED_DRIVER or newer"
+    say "no NVIDIA driver was found on this machine. All packages import; a run needs a machine with driver $NEEDED_DRIVER or newer"
   else
     say "NVIDIA driver $version; GPUs: $(nvidia-smi --query-gpu=name --format=csv,noheader | sort | uniq -c | sed 's/^ *//' | paste -sd, -)"
   fi

@@ -18,8 +18,8 @@ def main(modules: list[str]) -> int:
             module = importlib.import_module(name)
         except BaseException as error:  # a library may raise anything while it looks for its shared objects
             traceback.print_exc()
-            words = " ".join(str(error).split())[:300]
-            print(f"import {name} fails: {type(error).__name__}: {words}")
+            text = " ".join(str(error).split())[:300]
+            print(f"import {name} fails: {type(error).__name__}: {text}")
             return 1
         print(name, getattr(module, "__version__", ""))
     return 0

@@ -1,9 +1,9 @@
-# What scripts/run-*.sh share: source this, then call run_model MODEL [--flag value ...].
+# Shared code of scripts/run-*.sh: source this, then call run_model MODEL [--flag value ...].
 #
 # Environment: MODEL (checkpoint directory) and PROMPTS (.jsonl or .parquet with prompt and label) are required;
 # HELD_OUT is an evaluation file, ENGINE_URLS the addresses of servers that you started yourself, NAME names the run.
 # RAY_ADDRESS (HOST:6379) names the Ray cluster that a model on several machines needs: docs/clusters.md.
-# RESTARTS is how often in a row a run that fails is started again (3; scripts/train_again.sh).
+# RESTARTS is how often in a row a failed run is restarted (3; scripts/train_again.sh).
 # CHECK_ONLY=1 stops after `mslime check`, PLAN_ONLY=1 after `mslime plan`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -23,7 +23,7 @@ run_model() {
   local model="$1"
   shift
   [ -n "${MODEL:-}" ] || fail "MODEL is not set" "MODEL=/path/to/checkpoint PROMPTS=/path/to/prompts.jsonl bash scripts/run-$model.sh"
-  [ -n "${PROMPTS:-}" ] || fail "PROMPTS is not set" "point PROMPTS at a .jsonl or .parquet file with prompt and label"
+  [ -n "${PROMPTS:-}" ] || fail "PROMPTS is not set" "set PROMPTS to a .jsonl or .parquet file with prompt and label"
   find_mslime
   source "scripts/models/$model.sh"
   local settings=(

@@ -96,7 +96,7 @@ def test_a_failure_in_a_shared_pass_is_told_to_its_adapters_thread_alone(tiny_qw
 
 def refused(ranks: AdapterRanks, other: TrainerGroup, given: dict[str, PolicySpec], directory: Path) -> None:
     """A mistake is answered, and changes nothing; a freed adapter answers no more, and comes back from its files."""
-    with pytest.raises(ConfigError, match="another adapter has it"):
+    with pytest.raises(ConfigError, match="already in use"):
         ranks.create("plain", given["plain"])
     saving_directory(directory / "saved").mkdir()
     other.save(directory / "saved", {"next_step": 1}, {})

@@ -126,13 +126,13 @@ def test_engines_die_between_buckets_and_all_at_once_and_the_run_goes_on_whole(
     assert all(f"version {v}: " in run.text() for v in range(5)) and "the trainer's, bit for bit" in run.text()
     assert run.rows()[0]["weights/buckets"] > 2 and engines_of(run)[:2] == [2, 1]
     assert [row["weights/repeats"] for row in by_step(run.rows())[:5]] == [0, 1, 1, 1, 0]
-    assert re.search(r"all weights are sent again: .* holds something else; so it is with 1 of \d+ tensors", run.text())
-    assert re.search("all weights are sent again: .*no answer came", run.text())
-    assert re.search(r"engine1 is gone \(.*\): it is started again", run.text())
+    assert re.search(r"sending all weights again: .* has other values; 1 of \d+ tensors differ", run.text())
+    assert re.search("sending all weights again: .*no answer came", run.text())
+    assert re.search(r"engine1 is gone \(.*\): it is being restarted", run.text())
     run.wait_for(lambda: engines_of(run)[-1] == 2, START_S)
     back = len(run.rows())
     more_steps(run)
-    assert "engine1 is back at http" in run.text() and "2 of 2 engines take the weights" in run.text()
+    assert "engine1 is back at http" in run.text() and "sending weights to 2 of 2 engines" in run.text()
     assert max(generated(run, "engine1")) > back, "it generates again"
     assert scale(run, "--drain", "engine0") == {"engine1": "serving"}
     more_steps(run)
@@ -159,7 +159,7 @@ def test_weights_that_are_not_the_trainers_are_found_by_what_they_say_and_sent_a
     rows = by_step(run.rows())[:5]
     assert [row["weights/repeats"] for row in rows] == [0, 0, 1, 0, 0]
     assert all(row["weights/probe_log_probs"] < 1e-5 and row["weights/probe_routes"] == 1 for row in rows)
-    told = re.findall("(all weights are sent again: .*|version [0-9]+: [0-9]+ tensors in the engines)", run.text())
+    told = re.findall("(sending all weights again: .*|version [0-9]+: [0-9]+ tensors in the engines)", run.text())
     assert [text[:9] for text in told] == ["version 0", "version 1", "all weigh", "version 3"], told
     assert "log-probs off by" in told[2]
     run.process.terminate()
@@ -177,7 +177,7 @@ def test_an_engine_that_refuses_a_bucket_twice_is_left_out_and_started_again(
     runs.append(run)
     run.wait_for(lambda: len(run.rows()) >= 3, START_S + 5 * STEP_S)
     assert engines_of(run)[:3] == [2, 1, 1] and by_step(run.rows())[1]["weights/repeats"] == 2
-    assert re.search(r"engine1 is gone \(.*does not take this bucket.*\): it is started again", run.text())
+    assert re.search(r"engine1 is gone \(.*does not take this bucket.*\): it is being restarted", run.text())
     run.wait_for(lambda: engines_of(run)[-1] == 2, START_S)
     more_steps(run)
     run.process.terminate()
@@ -195,7 +195,7 @@ def test_an_engine_that_dies_while_it_generates_is_left_out_of_the_next_sync(
     run.wait_for(lambda: len(run.rows()) >= 1, START_S + STEP_S)
     kill_engine(run, 1)
     more_steps(run, 4)
-    assert engines_of(run)[-1] == 1 and "engine1 is gone" in run.text() and "it is not started again" in run.text()
+    assert engines_of(run)[-1] == 1 and "engine1 is gone" in run.text() and "it is not restarted" in run.text()
     kill_engine(run, 0)
     assert run.finish(120) == 2, run.text()
     assert "engine0.log" in run.text() or "engine1.log" in run.text()
@@ -220,7 +220,7 @@ def test_managers_wait_for_the_only_engine_of_one_of_them_and_for_all_and_lose_n
         assert all(max(generated(run, f"engine{index}")) > steps + 1 for index in (0, 1)), "both generate again"
     run.process.terminate()
     assert run.finish(120) == 128 + signal.SIGTERM, run.text()
-    assert "the run goes on from" not in run.text(), "the trainer and the managers are those of the beginning"
+    assert "the run continues from" not in run.text(), "the trainer and the managers are those of the beginning"
     assert set(engines_of(run)) == {2}
     compared = re.findall(r"version [0-9]+: ([0-9]+) tensors in the engines equal the trainer's", run.text())
     assert len(compared) >= len(run.rows()) and len(set(compared)) == 1, "all engines, in each sync"
@@ -243,12 +243,12 @@ def test_an_evaluation_of_two_managers_begins_again_when_the_engine_of_one_dies_
     kill_engines_that_generate(run, 1)
     run.wait_for(lambda: len(run.rows()) >= 3, 2 * START_S + 3 * STEP_S)
     told = run.text().replace("\n", " ")
-    assert "the evaluation of step 0 begins again" in told and "a rollout manager has no engine left" in told
+    assert "restarting the evaluation of step 0" in told and "a rollout manager has no engine left" in told
     scored = read_samples(file_of(run.directory, 0, evaluation=True))
     assert sorted((s["group"], s["index"]) for s in scored) == [(g, i) for g in range(rows) for i in range(each)]
     run.process.terminate()
     assert run.finish(120) == 128 + signal.SIGTERM, run.text()
-    assert "the run goes on from" not in run.text()
+    assert "the run continues from" not in run.text()
     trained = [row for row in by_step(run.rows()) if row["step"] > 0]
     assert_balanced(trained)
     assert saved_step(run) == len(trained)

@@ -86,8 +86,8 @@ def test_two_managers_make_steps_as_one_does(
     assert_books_hold(run)
     for index in (0, 1):
         told = (run.directory / f"logs/manager{index}.log").read_text()
-        assert "meeting http" in told and "left out of searches for garbage" in told
-    assert "left out of searches for garbage" in (run.directory / "logs/rollouts.log").read_text()
+        assert "connecting to http" in told and "garbage collection excludes" in told
+    assert "garbage collection excludes" in (run.directory / "logs/rollouts.log").read_text()
     assert run.left_over() == []
 
 
@@ -144,7 +144,7 @@ def test_engines_outlive_a_manager_that_is_killed_and_its_groups_begin_again_in_
     run.wait_for(lambda: len(run.rows()) >= 2, START_S + 2 * STEP_S)
     servers = [run.find(f"--served-model-name engine{index}-").pid for index in (0, 1)]
     run.find("ray::ManagerActor").kill()
-    run.wait_for(lambda: "the run goes on from step" in run.text(), START_S)
+    run.wait_for(lambda: "the run continues from step" in run.text(), START_S)
     done = len(run.rows())
     run.wait_for(lambda: len(run.rows()) >= done + 3, START_S + 3 * STEP_S)
     assert [run.find(f"--served-model-name engine{index}-").pid for index in (0, 1)] == servers
@@ -152,7 +152,7 @@ def test_engines_outlive_a_manager_that_is_killed_and_its_groups_begin_again_in_
     assert run.finish(120) == 128 + signal.SIGTERM, run.text()
     told = run.text().replace("\n", " ")
     assert "rollout manager " in told and "unfinished groups will begin again" in told and "is gone" not in told
-    assert f"the run goes on from step {done} (1 of 3 in a row)" in told, "no step is lost"
+    assert f"the run continues from step {done} (1 of 3 in a row)" in told, "no step is lost"
     lanes = {span.lane for span in read_spans(run.directory) if span.name == "generate" and span.step > done}
     assert lanes == {"engine0", "engine1"}
     rows = by_step(run.rows())

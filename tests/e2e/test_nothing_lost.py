@@ -65,7 +65,7 @@ def ended_by(run: Run, signum: int) -> None:
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "a hole in the metrics"
     assert all("loss/nll" in row for row in rows)
     assert newest_step(run) == len(rows), text
-    assert "stopping: " in text and f"stopped by {signal.Signals(signum).name}: " in text
+    assert "Stopping" in text and f"stopped by {signal.Signals(signum).name}: " in text
     assert "Traceback" not in text and "*** SIG" not in text
     assert run.left_over() == []
 
@@ -107,7 +107,7 @@ def test_signals_save_what_was_learnt_and_damage_is_refused_by_name(
 
     older = start(keep=3, resume="older")
     older.wait_for(lambda: f"continuing from {good}" in older.text(), START_S)
-    assert "passed over a damaged checkpoint, now " in older.text() and victim.name in older.text()
+    assert "skipped a damaged checkpoint, renamed to " in older.text() and victim.name in older.text()
     ended_by(older, signal.SIGINT)
 
     for checkpoint in steps(root):
@@ -128,11 +128,11 @@ def test_a_second_signal_stops_at_once(tiny_qwen3_moe: Path, prompts: Path, tmp_
     rank = run.find("ray::TrainerActor")
     rank.suspend()  # the rescue would wait for it
     run.process.send_signal(signal.SIGTERM)
-    run.wait_for(lambda: "again to stop without saving" in run.text(), 30)
+    run.wait_for(lambda: "Press Ctrl-C again to stop without saving" in run.text(), 30)
     time.sleep(2 * TOGETHER_S)
     run.process.send_signal(signal.SIGTERM)
     assert run.finish(30) == 143, run.text()
-    assert "not saved: a second signal came" in run.text() and newest_step(run) == 0
+    assert "not saved: a second signal arrived" in run.text() and newest_step(run) == 0
     assert run.left_over() == []
 
 
@@ -163,7 +163,7 @@ def test_a_rescue_never_waits_behind_a_rank_that_hangs(
     run.wait_for(lambda: len(run.rows()) >= 2, START_S)
     run.find("ray::TrainerActor").suspend()
     run.process.send_signal(signal.SIGTERM)
-    run.wait_for(lambda: "again to stop" in run.text(), 30)
+    run.wait_for(lambda: "Press Ctrl-C again" in run.text(), 30)
     assert run.finish(90) == 143, run.text()
     assert "not saved: " in run.text() and run.left_over() == []
 

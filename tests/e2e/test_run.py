@@ -104,7 +104,7 @@ def check_logs(logs: Path, console: str) -> None:
         assert loads == ["the model's own loader: the first time", "recorded copies"], "each once, not for every bucket"
         lines = [line for line in told_by_rank if not line.startswith("http")]
         order = (
-            "placed on", "starting at", "meeting the other ranks", "building the model", "reading the weights of",
+            "placed on", "starting at", "connecting to the other ranks", "building the model", "reading the weights of",
             "building the optimizer", "connecting to http", "sending weights of version 0", "log-probs of 1 probe(s)",
             "step 1: log-probs", "step 1: training", "sending weights of version 1", "log-probs of 1 probe(s)",
             "saving", "step 2: log-probs", "step 2: training", "sending weights of version 2",
@@ -117,7 +117,7 @@ def check_logs(logs: Path, console: str) -> None:
         once = [line for before, line in zip(["", *begun], begun, strict=False) if (before, line) != (probe, probe)]
         assert [line.startswith(start) for start, line in zip(order, once, strict=True)] == [True] * len(order), once
     rollouts = told("rollouts.log", "rollouts")
-    assert any(line.startswith("step 2: handed over, reward 0.") for line in rollouts)
+    assert any(line.startswith("step 2: sent to the trainer, reward 0.") for line in rollouts)
     assert sum("evaluating on held_out: done in" in line for line in rollouts) == 2
     assert "starting the server: done in" in (logs / "engine0_actor.log").read_text()
     driver = told("driver.log", "driver")
@@ -359,7 +359,7 @@ def test_engines_outlive_a_trainer_rank_that_is_killed_between_two_buckets(
     runs.append(run)
     run.wait_for(lambda: len(run.rows()) >= 1, START_S + 2 * STEP_S)
     server = run.find("mslime.backends.sglang.launch").pid
-    run.wait_for(lambda: "the run goes on from step 1 (1 of 3 in a row)" in run.text(), 2 * STEP_S)
+    run.wait_for(lambda: "the run continues from step 1 (1 of 3 in a row)" in run.text(), 2 * STEP_S)
     run.wait_for(lambda: len(run.rows()) >= 2, START_S + 2 * STEP_S)
     assert run.find("mslime.backends.sglang.launch").pid == server
     assert run.finish(2 * STEP_S) == 0, run.text()
@@ -384,7 +384,7 @@ def test_a_trainer_rank_that_is_killed_between_two_buckets_is_named_and_the_run_
     runs.append(run)
     assert run.finish(2 * START_S + 5 * STEP_S) == 0, run.text()
     assert "trainer rank" in run.text() and "trainer_rank" in run.text() and (tmp_path / "version_2").exists()
-    assert "the run failed with status 2; starting it again in 1 s (1 of 3 in a row)" in run.text()
+    assert "the run failed with status 2; restarting it in 1 s (1 of 3 in a row)" in run.text()
     rows = by_step(run.rows())
     assert [row["step"] for row in rows] == [1, 2, 3] and saved_step(run) == 3
     assert_balanced(rows)

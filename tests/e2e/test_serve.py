@@ -356,7 +356,7 @@ def test_requests_wait_for_an_engine_that_is_started_again(tiny_qwen3_moe: Path,
             for process in servers:
                 process.kill()
             assert sampling.compute_logprobs(prompt).result() == before
-            assert "it is started again" in own.run.text() and "is back at" in own.run.text()
+            assert "it is being restarted" in own.run.text() and "is back at" in own.run.text()
     finally:
         own.run.stop()
 

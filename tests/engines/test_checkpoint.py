@@ -377,7 +377,7 @@ def _save_old_generators(trainer: MegatronTrainer, directory: Path) -> None:
 def test_a_checkpoint_of_another_model_is_refused(saved: Any, tmp_path: Path) -> None:
     other = make_tiny_qwen3_moe(tmp_path / "other", moe_intermediate_size=48)
     message = run_trainers(_load_only, config_of("one", other, tmp_path), saved("one")[0])[0]
-    assert "must be a readable checkpoint of the model that is trained" in message
+    assert "must be a readable checkpoint of the trained model" in message
 
 
 def _save_on_small_disk(trainer: MegatronTrainer, directory: Path, limited_rank: int) -> str:

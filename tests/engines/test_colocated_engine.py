@@ -104,7 +104,7 @@ async def test_what_would_end_a_stock_server_is_refused_or_does_nothing(server: 
     async with server.client() as client:
         running = asyncio.create_task(sample(client, "running", 400))
         await asyncio.sleep(0.5)
-        with pytest.raises(EngineError, match="requests run") as caught:
+        with pytest.raises(EngineError, match="requests are running") as caught:
             await client.hold_memory(())
         assert caught.value.field == client.name
         assert not (await client.released_memory()).tags
@@ -144,7 +144,7 @@ async def test_a_pool_lets_go_of_an_engine_that_refuses_and_not_of_all(server: S
         pool = EnginePool([client], 8)
         running = asyncio.create_task(sample(client, "busy", 300))
         await asyncio.sleep(0.5)
-        with pytest.raises(EngineError, match="requests run"):
+        with pytest.raises(EngineError, match="requests are running"):
             await pool.hold_memory(())
         assert not pool.dead, "where all refuse, nobody is taken for dead"
         await running

@@ -311,7 +311,7 @@ def probes_beside_a_request(
             (stale,) = (await pool.probe(request)).values()
             assert not lost.done()
             await pool.restart_update()
-            with pytest.raises(EngineDied, match="weights that failed it"):
+            with pytest.raises(EngineDied, match="weights that failed the probe"):
                 await lost
             await pool.resume()
             kept = await under_way(pool, f"kept-{mode}")

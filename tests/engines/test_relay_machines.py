@@ -178,7 +178,7 @@ def test_ranks_of_a_machine_give_each_other_shares_of_what_the_machine_received(
     for rank in ranks[:4]:
         assert [index for buckets, _ in rank[2]["steps"] for index in buckets] == list(range(len(BUCKETS)))
         assert {index for buckets, shared in rank[2]["steps"] if not shared for index in buckets} == WHOLE
-        assert "of 6 of 8 buckets each machine's part, of 6 of 8 buckets each rank's share" in rank[3]["said"] or (
+        assert "each host's part of 6 of 8 buckets, each rank's share of 6 of 8 buckets" in rank[3]["said"] or (
             "own loader" in rank[3]["said"]
         )
     for rank in ranks[4:]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.backends.sglang.generating import GenerateRequest, ScoreRequest
-from mslime.backends.sglang.handshake import meet_teacher
+from mslime.backends.sglang.handshake import connect_teacher
 from mslime.config.errors import EngineError
 from mslime.data.sample import Sample
 from mslime.data.source import PromptSource
@@ -69,13 +69,13 @@ async def test_a_server_is_a_teacher_of_its_own_vocabulary_and_no_larger_one(sgl
     tokenizer = load_tokenizer(sglang_server.checkpoint)
 
     async with sglang_server.client() as client:
-        await meet_teacher(client, tokenizer, VOCABULARY, 1000)
+        await connect_teacher(client, tokenizer, VOCABULARY, 1000)
         assert client.model is not None and client.model.vocab_size == VOCABULARY
         with pytest.raises(EngineError, match="fewer token ids"):
-            await meet_teacher(client, tokenizer, VOCABULARY + 1, 1000)
+            await connect_teacher(client, tokenizer, VOCABULARY + 1, 1000)
         with pytest.raises(EngineError, match="sequences of 2048 tokens"):
-            await meet_teacher(client, tokenizer, VOCABULARY, 2048)
-        with pytest.raises(EngineError, match="beyond the vocabulary"):
+            await connect_teacher(client, tokenizer, VOCABULARY, 2048)
+        with pytest.raises(EngineError, match="outside the vocabulary"):
             await client.score(ScoreRequest("foreign", [1, VOCABULARY]))
 
 

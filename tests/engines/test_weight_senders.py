@@ -92,7 +92,7 @@ def test_two_engines_hold_what_all_senders_sent_and_each_senders_buckets_came_in
         assert all(torch.equal(tensor, source.tensor(name)) for name, tensor in held.items())
 
 
-def meet_and_send(trainer: MegatronTrainer, urls: list[str], modes: list[str], found: list[str]) -> str:
+def connect_and_send(trainer: MegatronTrainer, urls: list[str], modes: list[str], found: list[str]) -> str:
     """One sync to engines in these modes; returns its transport.
 
     Args:
@@ -128,7 +128,7 @@ def test_all_senders_use_the_same_transport_where_settings_leave_it_to_the_engin
 ) -> None:
     config = config_of(tiny_qwen3_moe, tmp_path, "auto", dp=2, ep=2)
     urls = [engine.url for engine in engines]
-    assert run_trainers(meet_and_send, config, urls, modes, found) == [used, used]
+    assert run_trainers(connect_and_send, config, urls, modes, found) == [used, used]
     first, second = (engine.held() for engine in engines)
     assert len(first) > 50 and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 

@@ -305,7 +305,7 @@ def test_requests_of_the_oldest_adapter_make_room_for_the_newest() -> None:
 
 
 def test_an_engine_that_holds_on_to_its_requests_is_named() -> None:
-    with pytest.raises(EngineError, match="run-v1 were not stopped"):
+    with pytest.raises(EngineError, match="run-v1 did not stop"):
         asyncio.run(loaded(FakeRequests(stubborn=99), 1, 2, alive=1))
 
 
@@ -491,7 +491,7 @@ def test_adapters_that_differ_are_named_with_their_engine() -> None:
         assert await pool.compare({"a": "1 2"}, True, adapter=1) == 1
         action = [body["action"] for path, body in fakes[0].seen if path == "/weights_checker"]
         assert action == [encode(AdapterChecksums("run-v1"))]
-        with pytest.raises(WeightSyncError, match="something else"):
+        with pytest.raises(WeightSyncError, match="other values"):
             await pool.compare({"a": "3 2"}, True, adapter=1)
         fakes[0].sums = None
         with pytest.raises(WeightSyncError, match="engine_plugin/path_entry"):
@@ -601,7 +601,7 @@ def test_directories_are_kept_as_long_as_a_request_may_have_their_adapter(tmp_pa
 
 
 def test_an_engine_that_holds_others_is_left_out_and_the_rest_is_compared_again(tmp_path: Path) -> None:
-    wrong = sync_error("check", "http://b:1: layer 3", "the engine holds something else")
+    wrong = sync_error("check", "http://b:1: layer 3", "the engine has other values")
     run = FakeRun(("http://a:1", "http://b:1"), [wrong])
     sends = publisher(run, tmp_path)
     assert sends.send(1, True).compared == 7 and len(sends._connected) == 1
@@ -610,8 +610,8 @@ def test_an_engine_that_holds_others_is_left_out_and_the_rest_is_compared_again(
 
 @pytest.mark.parametrize("where", ["http://a:1: layer 3", "nobody in particular"])
 def test_where_all_engines_hold_others_the_sync_fails(tmp_path: Path, where: str) -> None:
-    run = FakeRun(("http://a:1",), [sync_error("check", where, "the engine holds something else")])
-    with pytest.raises(WeightSyncError, match="something else"):
+    run = FakeRun(("http://a:1",), [sync_error("check", where, "the engine has other values")])
+    with pytest.raises(WeightSyncError, match="other values"):
         publisher(run, tmp_path).send(1, True)
     assert not any("leave out" in call for call in run.calls)
 

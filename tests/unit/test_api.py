@@ -89,7 +89,7 @@ def test_check_says_what_the_command_says(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_second_run_in_one_process_is_refused(tmp_path: Path) -> None:
-    with control_run._ONE_AT_A_TIME, pytest.raises(mslime.UserError, match="another run is going on in this process"):
+    with control_run._ONE_AT_A_TIME, pytest.raises(mslime.UserError, match="another run is active in this process"):
         mslime.train(values(tmp_path))
     for _ in range(2):  # and is free again, whatever the one before came to
         with pytest.raises(mslime.UserError, match="holds a config"):

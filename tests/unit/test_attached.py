@@ -115,7 +115,9 @@ def test_a_damaged_record_is_no_obstacle(tmp_path: Path, engine: LeftBehind) -> 
     assert json.loads((config.run_dir / RECORD).read_text()) == ["new-rank0"]
 
 
-@pytest.mark.parametrize(("key", "says"), [("wrong", "needs a key.*sglang.api_key"), (None, "Cannot connect.*")])
+@pytest.mark.parametrize(
+    ("key", "says"), [("wrong", "requires an API key.*sglang.api_key"), (None, "Cannot connect.*")]
+)
 def test_an_engine_that_does_not_let_us_in_is_named(
     tmp_path: Path, engine: LeftBehind, key: str | None, says: str
 ) -> None:

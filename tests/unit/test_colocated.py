@@ -173,7 +173,7 @@ def test_calls_of_an_engine_are_made_harmless() -> None:
     assert to_release(["kv_cache"], set(), True) == (["kv_cache"], "")
     assert to_release(None, {"weights"}, True) == (["kv_cache", "cuda_graph"], "")
     assert to_release(["weights"], {"weights"}, False) == ([], "")
-    assert to_release(["weights"], set(), False) == ([], "requests run")
+    assert to_release(["weights"], set(), False) == ([], "requests are running")
     assert to_resume(["weights", "kv_cache"], {"kv_cache"}) == ["kv_cache"] and to_resume(None, set()) == []
 
 
@@ -312,7 +312,7 @@ def test_the_only_teacher_dies_while_it_sleeps_and_the_error_says_so_and_a_rescu
     shared.begin_training()
     sides.teacher_died = True
     with pytest.raises(
-        EngineError, match=r"(?s)none is started again.*teacher0.*connection refused.*teacher.num_engines"
+        EngineError, match=r"(?s)teachers are not restarted.*teacher0.*connection refused.*teacher.num_engines"
     ):
         shared.enter("generate")
     with shared.awake("save", 3, last=True):

@@ -136,7 +136,7 @@ def test_corrections_that_are_known_to_be_right_keep_the_contract(preset: str) -
     (check_loss, f"{HERE}:looks_at_what_is_trained", "raised RuntimeError: max"),
     (check_loss, f"{HERE}:names_a_metric_badly", "a metric named 'a b'"),
     (check_loss, f"{HERE}:hides_its_loss", r"returned loss of shape \(\)"),
-    (check_loss, f"{HERE}:one_number", "x = 0.5, and not a tensor"),
+    (check_loss, f"{HERE}:one_number", "x = 0.5 instead of a tensor"),
     (check_correction, f"{HERE}:stale_mean", "depends on which sequences share"),
     (check_advantage, f"{HERE}:in_place", "changes the rewards"),
     (check_advantage, f"{USER}:too_few", r"shape \(31,\) for 32 rollouts"),

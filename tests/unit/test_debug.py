@@ -140,15 +140,18 @@ HELD_OUT = ["--data.eval-sets", "[{name: a, path: e.jsonl}]"]
 
 
 @pytest.mark.parametrize(("words", "told", "hint"), [
-    (["eval"], "data.eval_sets = []: there is nothing to evaluate on", "eval_sets: [{name"),
-    (["eval", *HELD_OUT, "--checkpoint", "newest"], "holds no checkpoint", "leave --checkpoint out"),
-    (["eval", *HELD_OUT, "--checkpoint", "4"], "step_4 is no checkpoint", "none yet"),
-    (["eval", *HELD_OUT, "--checkpoint", "x", "--sglang.urls", "http://e:1"], "started with", "mslime convert run"),
+    (["eval"], "data.eval_sets = []: no held-out data to evaluate on", "eval_sets: [{name"),
+    (["eval", *HELD_OUT, "--checkpoint", "newest"], "contains no checkpoint", "leave --checkpoint out"),
+    (["eval", *HELD_OUT, "--checkpoint", "4"], "step_4 is not a checkpoint", "none yet"),
+    (["eval", *HELD_OUT, "--checkpoint", "x", "--sglang.urls", "http://e:1"], "attached servers", "mslime convert run"),
     (["eval", *HELD_OUT, "--train.task", "sft"], "supervised training has no engines", "--train.task rl"),
     (["rollout", "--train.task", "sft"], "supervised training has no engines", "--train.task rl"),
     (["rollout", "--steps", "0"], "--steps = 0: must be at least 1", "leave it out"),
     (["train", "--replay", "nowhere"], "holds no step_N.npz", "observe.save_groups"),
-    (["train", "--replay", "nowhere", "--train.task", "sft"], "takes no groups", "leave --replay out"),
+    (
+        ["train", "--replay", "nowhere", "--train.task", "sft"],
+        "not supported in supervised training", "leave --replay out",
+    ),
 ])  # fmt: skip
 def test_mistakes_end_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str, hint: str

@@ -28,7 +28,7 @@ RECORDS: tuple[wire.Record, ...] = (
     wire.JoinRelayGroup(3, wire.JoinGroup("a:b", "::1", 5, 2, 4, "gloo")), wire.WeightChecksums(),
     wire.AdapterChecksums("code-v1"), wire.ReleasedMemory(), wire.Answer("it is not there"),
     wire.Loaded("loaded: \n all", CUTS), wire.Loaded("loaded"), wire.Sums(({"a": "1 -2"}, {"": "no copies"})),
-    wire.Released(frozenset({"weights"}), "requests run"),
+    wire.Released(frozenset({"weights"}), "requests are running"),
     wire.IpcBucket(("a", "b"), ("bfloat16", "float32"), ((2, 3), ())),
 )  # fmt: skip
 
@@ -52,7 +52,7 @@ def test_a_record_that_cannot_be_read_is_refused(text: str) -> None:
 
 def test_sums_are_read_as_they_were_written() -> None:
     assert wire.parse_sum(wire.format_sum(-3, 5)) == (-3, 5)
-    assert wire.parse_sum("a parameter holds something else") is None and wire.parse_sum("") is None
+    assert wire.parse_sum("a parameter has other values") is None and wire.parse_sum("") is None
 
 
 def test_every_request_has_a_handler_and_the_hooks_are_of_the_pinned_sglang() -> None:

@@ -53,4 +53,4 @@ def test_the_pages_settings_name_classes_that_can_be_used(block: str) -> None:
 def test_the_example_answers_whatever_a_model_says() -> None:
     said = check_environment("examples.environments.guess:Guess", {"largest": 10})
     assert said[0] == "reset: 'A number from 1 to 10?\\n', and the same for the same task"
-    assert said[1] == "step(''): 'That is no number.\\n', reward -0.1" and said[-1] == "closed"
+    assert said[1] == "step(''): 'That is not a number.\\n', reward -0.1" and said[-1] == "closed"

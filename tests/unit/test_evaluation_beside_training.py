@@ -151,7 +151,7 @@ class FakeEngines:
 
     def restart(self, name: str) -> str:
         self.starting.append(name)
-        return "it is started again"
+        return "it is being restarted"
 
 
 class FakeParts(TrainingRun):

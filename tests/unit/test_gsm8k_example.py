@@ -55,7 +55,7 @@ def test_rows_become_a_message_and_a_number(tmp_path: Path, suffix: str) -> None
     ({"question": "q", "answer": "no end"}, "must end in ####"),
     ({"question": "q", "answer": "#### 18 eggs"}, "must end in ####"),
     ({"question": "q"}, "must end in ####"),
-    ({"question": " ", "answer": "#### 1"}, "question must be a text"),
+    ({"question": " ", "answer": "#### 1"}, "question must be text"),
 ])  # fmt: skip
 def test_a_row_that_is_not_gsm8ks_is_named_and_nothing_is_written(
     tmp_path: Path, row: dict[str, Any], says: str

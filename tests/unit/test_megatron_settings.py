@@ -122,7 +122,7 @@ def test_names_of_dtypes_become_dtypes() -> None:
 
 def test_what_megatron_core_refuses_is_a_config_error_with_its_words() -> None:
     config = run(megatron={"exp_avg_dtype": "bfloat16"})
-    with pytest.raises(ConfigError, match=r"OptimizerConfig refuses.*exp_avg_dtype can only be fp32"):
+    with pytest.raises(ConfigError, match=r"OptimizerConfig rejects.*exp_avg_dtype can only be fp32"):
         optimizer_config(config.train, config.megatron, CPU)
 
 

@@ -159,10 +159,10 @@ async def test_supports_and_log_probs_are_of_the_half_that_decodes() -> None:
 async def test_halves_that_do_not_agree_on_the_first_token_are_no_answer() -> None:
     async with pair() as (client, prefill, _):
         prefill.first_token = 2
-        with pytest.raises(EngineError, match="do not agree on the first token"):
+        with pytest.raises(EngineError, match="disagree on the first token"):
             await client.generate(REQUEST)
         prefill.first_token, prefill.model["weight_version"] = 1, "4"
-        with pytest.raises(EngineError, match="do not agree on the first token and its version"):
+        with pytest.raises(EngineError, match="disagree on the first token and its version"):
             await client.generate(REQUEST)
 
 
@@ -245,7 +245,7 @@ async def test_what_both_halves_hold_is_compared() -> None:
         prefill.sums = {"w": "4 9"}
         held = await client.weight_checksums()
         assert held is not None
-        with pytest.raises(WeightSyncError, match="holds something else"):
+        with pytest.raises(WeightSyncError, match="has other values"):
             compare("here", held, {"w": "3 9"})
 
 

@@ -37,7 +37,7 @@ from mslime.run.weight_probe import WeightProbe
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.remote import fake_process
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
-from tests.unit.test_publisher import COMPARED, Fakes, met, publisher_of
+from tests.unit.test_publisher import COMPARED, Fakes, connected, publisher_of
 
 TOKENS = np.arange(10, 22, dtype=np.int32)  # 4 given, 8 added
 LOG_PROBS = np.linspace(-3, -1, 12, dtype=np.float32)
@@ -252,7 +252,7 @@ def test_what_an_engine_answers_beside_a_probe_that_fails_is_lost_and_the_engine
         asked = await kept.probed()
         serving = await kept.pool.restart_update()
         assert serving.urls == ("http://a", "http://b") and not serving.gone
-        with pytest.raises(EngineDied, match="weights that failed it"):
+        with pytest.raises(EngineDied, match="weights that failed the probe"):
             await asked
         await kept.pool.resume()
         assert (await kept.pool.generate(GenerateRequest("next", [1], 4))).engine == "a"
@@ -467,8 +467,8 @@ def test_a_probe_follows_the_version() -> None:
 
 def test_after_a_probe_that_fails_all_is_sent_and_compared_again() -> None:
     fakes, sent = delivered(["abc", "abc"], [different("b"), None])
-    again = ["check", "leave", "again", "all weights are sent again: http://b: off: is off"]
-    assert fakes.calls == ["begin", "send 0", PROBED, *again, *met("abc", 1), "send 0", COMPARED, PROBED]
+    again = ["check", "leave", "again", "sending all weights again: http://b: off: is off"]
+    assert fakes.calls == ["begin", "send 0", PROBED, *again, *connected("abc", 1), "send 0", COMPARED, PROBED]
     assert sent.repeats == 1
 
 

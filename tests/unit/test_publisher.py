@@ -178,12 +178,12 @@ def publish(fakes: Fakes, syncs: int = 1) -> Publisher:
     return publisher
 
 
-def met(names: str, number: int) -> list[str]:
-    return [f"{len(names)} of 3 engines take the weights", f"connect {names} g{number}"]
+def connected(names: str, number: int) -> list[str]:
+    return [f"sending weights to {len(names)} of 3 engines", f"connect {names} g{number}"]
 
 
 def told(gone: str, left: int) -> list[str]:
-    return [f"{gone} is gone (why): start {gone}", f"{left} of 3 engines take the weights"]
+    return [f"{gone} is gone (why): start {gone}", f"sending weights to {left} of 3 engines"]
 
 
 COMPARED = "compare digests 0"
@@ -230,9 +230,9 @@ def test_an_engine_that_dies_while_all_meet_is_left_out_as_well() -> None:
     fakes = Fakes(["ab", "a"], [None])
     fakes.refused = {"g1"}
     assert len(publish(fakes)._connected) == 1
-    met = ["begin", *told("c", 2), "leave", "connect ab g1"]
+    connected_again = ["begin", *told("c", 2), "leave", "connect ab g1"]
     again = ["check", "leave", "again", *told("b", 1), "connect a g2", "send 0", COMPARED]
-    assert fakes.calls == ["connect abc g0", *met, *again]
+    assert fakes.calls == ["connect abc g0", *connected_again, *again]
 
 
 @pytest.mark.parametrize("launches", [True, False])
@@ -242,23 +242,32 @@ def test_an_engine_that_is_new_and_takes_no_weights_is_left_out_and_the_others_g
     publisher = publish(fakes)
     fakes.calls = []
     publisher.send(1, False)
-    begun = ["begin", "3 of 3 engines take the weights", "leave", "connect abc g2", "send 1", "check", "leave", "again"]
+    begun = [
+        "begin",
+        "sending weights to 3 of 3 engines",
+        "leave",
+        "connect abc g2",
+        "send 1",
+        "check",
+        "leave",
+        "again",
+    ]
     assert fakes.calls[: len(begun) + 1] == [*begun, "retire b"]
     size = 3 if launches else 2
-    rest = ["again", f"2 of {size} engines take the weights", "connect ac g3", "send 1", "compare digests 1"]
+    rest = ["again", f"sending weights to 2 of {size} engines", "connect ac g3", "send 1", "compare digests 1"]
     assert fakes.calls[-5:] == rest and len(publisher._connected) == 2
-    assert any(call.startswith("b cannot be given weights (bucket 1") for call in fakes.calls)
+    assert any(call.startswith("b cannot receive weights (bucket 1") for call in fakes.calls)
     assert ("end b" in fakes.calls) is not launches
 
 
-SENT_AGAIN = "all weights are sent again: bucket 1 to http://b: the connection broke"
+SENT_AGAIN = "sending all weights again: bucket 1 to http://b: the connection broke"
 ANEW = ["check", "leave", "again"]
 
 
 def test_a_failure_that_no_death_explains_is_tried_again_with_all_and_then_compared() -> None:
     fakes = Fakes(["abc", "abc"], [BROKEN, None])
     delivered = publisher_of(fakes).send(0, verify=False)
-    assert fakes.calls == ["begin", "send 0", *ANEW, SENT_AGAIN, *met("abc", 1), "send 0", COMPARED]
+    assert fakes.calls == ["begin", "send 0", *ANEW, SENT_AGAIN, *connected("abc", 1), "send 0", COMPARED]
     assert delivered.compared == 39 and delivered.repeats == 1
 
 
@@ -266,7 +275,7 @@ def test_an_engine_that_is_named_by_two_failures_in_a_row_is_left_out() -> None:
     fakes = Fakes(["abc", "abc", "abc", "ac"], [BROKEN, BROKEN, None])
     assert len(publish(fakes)._connected) == 2
     second = [*ANEW, "leave out http://b: bucket 1 to http://b: the connection broke", "again", *told("b", 2)]
-    calls = ["begin", "send 0", *ANEW, SENT_AGAIN, *met("abc", 1), "send 0", *second, "connect ac g2", "send 0"]
+    calls = ["begin", "send 0", *ANEW, SENT_AGAIN, *connected("abc", 1), "send 0", *second, "connect ac g2", "send 0"]
     assert fakes.calls == ["connect abc g0", *calls, COMPARED]
 
 
@@ -275,16 +284,16 @@ def test_engines_that_are_left_after_another_was_left_out_are_tried_twice_as_wel
     fakes = Fakes(["abc", "abc", "abc", "ac", "ac", "ac", "c"], [BROKEN, BROKEN, at_a, at_a, None])
     assert len(publish(fakes)._connected) == 1
     assert sum(call.startswith("leave out") for call in fakes.calls) == 2
-    assert sum(call.startswith("all weights are sent again") for call in fakes.calls) == 2
+    assert sum(call.startswith("sending all weights again") for call in fakes.calls) == 2
 
 
 def test_weights_that_differ_are_sent_again_and_an_engine_whose_always_differ_is_left_out() -> None:
-    differs = sync_error("check", "http://b: a.weight", "the engine holds something else")
+    differs = sync_error("check", "http://b: a.weight", "the engine has other values")
     fakes = Fakes(["abc", "abc", "abc", "ac"], [None, None, None])
     fakes.unequal = [differs, differs]
     delivered = publisher_of(fakes).send(0, verify=True)
     assert delivered.compared == 39 and delivered.repeats == 2
-    assert "leave out http://b: http://b: a.weight: the engine holds something else" in fakes.calls
+    assert "leave out http://b: http://b: a.weight: the engine has other values" in fakes.calls
     assert fakes.calls[-3:] == ["connect ac g2", "send 0", COMPARED]
 
 
@@ -363,7 +372,7 @@ def test_an_engine_that_is_back_is_met_by_all_and_gets_the_next_weights() -> Non
         fakes.fleet.settled()
     finally:
         URLS["b"] = "http://b"
-    back = ["greet b", "b is back at http://b2", "begin", "3 of 3 engines take the weights"]
+    back = ["greet b", "b is back at http://b2", "begin", "sending weights to 3 of 3 engines"]
     assert fakes.calls == [*back, "leave", "connect a2c g2", "send 1"] and len(publisher._connected) == 3
     assert state_of(fakes, "b") == "serving"
 
@@ -521,10 +530,10 @@ def test_a_server_of_somebody_else_joins_and_leaves_by_its_address() -> None:
 
 
 @pytest.mark.parametrize(("order", "said"), [
-    (ScaleOrder(attach="http://b"), "is an engine of this run"),
-    (ScaleOrder(drain="z"), "is no engine of this run"),
+    (ScaleOrder(attach="http://b"), "is already an engine of this run"),
+    (ScaleOrder(drain="z"), "is not an engine of this run"),
     (ScaleOrder(attach="http://broken"), "it lacks routes"),
-    (ScaleOrder(engines=0), "no other engine serves now"),
+    (ScaleOrder(engines=0), "no other engine is serving"),
 ])  # fmt: skip
 def test_what_cannot_be_done_is_refused_and_the_run_goes_on(order: ScaleOrder, said: str) -> None:
     fakes = Fakes([], [])
@@ -552,4 +561,4 @@ def test_the_last_engine_that_serves_cannot_be_let_go() -> None:
         fleet.orders.give(ScaleOrder(drain=name))
     fleet.update_engines()
     told = list(fleet.orders.standing()["results"].values())
-    assert told[:2] == ["a will leave", "b will leave"] and "no other engine serves now" in told[2]
+    assert told[:2] == ["a will leave", "b will leave"] and "no other engine is serving" in told[2]

@@ -41,7 +41,7 @@ def rehearse(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     [
         (["--nothing"], {}, "unknown option --nothing"),
         (["--venv"], {}, "--venv needs a value"),
-        (["--cpu-venv", "nowhere"], {}, "there is no CPU environment"),
+        (["--cpu-venv", "nowhere"], {}, "no CPU environment"),
         (["--venv", "{tmp}/venv", "--out", "{tmp}/out"], {"MSLIME_MIN_FREE_GIB": "1000000"}, "needs 1000000"),
     ],
 )

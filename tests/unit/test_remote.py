@@ -105,7 +105,7 @@ def test_engines_are_divided_and_the_first_to_refuse_an_input_limits_all(monkeyp
         def __init__(self, index: int) -> None:
             self.index, self.asked, self.objects = index, list[Any](), {"process": self}
 
-        async def meet(self, engines: list[EngineAddress]) -> int:
+        async def connect(self, engines: list[EngineAddress]) -> int:
             self.asked.append([engine.name for engine in engines])
             return 100 + self.index
 

@@ -21,7 +21,7 @@ from mslime.run.started import RunResources
     ("sessions", "told"),
     [
         ([(0, 0, 0)], [""]),  # no step was made
-        ([(0, 3, 0)], ["from its beginning (1 of 2 in a row)"]),
+        ([(0, 3, 0)], ["from the beginning (1 of 2 in a row)"]),
         ([(0, 3, 2)], ["from step 2 (1 of 2 in a row)"]),
         ([(0, 3, 2), (2, 2, 2), (2, 2, 2)], ["from step 2 (1 of 2", "from step 2 (2 of 2", ""]),
         ([(0, 3, 2), (2, 4, 2), (2, 5, 4), (4, 4, 4)], ["(1 of 2", "(2 of 2", "from step 4 (1 of 2", "(2 of 2"]),

@@ -223,7 +223,7 @@ def test_a_resume_says_which_settings_changed(tmp_path: Path) -> None:
     before, now = config(tmp_path).as_dict(), config(tmp_path, train={"lr": 1e-3, "num_steps": 20}).as_dict()
     del before["checkpoint"]["keep"]  # a setting of a later version
     assert changed_settings(before, now) == [
-        "train.num_steps: 10 -> 20", "train.lr: 1e-06 -> 0.001", "checkpoint.keep: not known -> 2",
+        "train.num_steps: 10 -> 20", "train.lr: 1e-06 -> 0.001", "checkpoint.keep: unknown -> 2",
     ]  # fmt: skip
     assert changed_settings({}, now) == [] == changed_settings(now, now)
 

@@ -68,7 +68,7 @@ def test_an_engine_leaves_its_manager_which_keeps_one() -> None:
     asyncio.run(engines.retire("engine9"))  # was never met
     assert (first.asked, second.asked) == ([("retire", "engine0")], [])
     for name in ("engine1", "engine2"):
-        with pytest.raises(ConfigError, match="only engine of one of several"):
+        with pytest.raises(ConfigError, match="only engine of its rollout manager"):
             asyncio.run(engines.retire(name))
     assert [member.names for member in members] == [["engine2"], ["engine1"]]
 

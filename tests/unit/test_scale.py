@@ -75,10 +75,10 @@ def test_nothing_is_left_when_a_run_ends_that_has_only_just_begun(
 
 
 @pytest.mark.parametrize(("body", "said"), [
-    ("no json", "is no JSON"), ("[1]", "is no object"), ("{}", "one of engines, attach and drain"),
-    ('{"engines": 1, "drain": "a"}', "one of engines, attach and drain"), ('{"engines": true}', "number of engines"),
-    ('{"engines": -1}', "number of engines"), ('{"engines": 1.5}', "number of engines"), ('{"drain": 1}', "is a text"),
-    ('{"engines": 99999}', "more than 4096"), ('{"engins": 1}', "nothing that can be asked"),
+    ("no json", "not valid JSON"), ("[1]", "JSON object"), ("{}", "one of engines, attach and drain"),
+    ('{"engines": 1, "drain": "a"}', "one of engines, attach and drain"), ('{"engines": true}', "integer >= 0"),
+    ('{"engines": -1}', "integer >= 0"), ('{"engines": 1.5}', "integer >= 0"), ('{"drain": 1}', "must be a string"),
+    ('{"engines": 99999}', "at most 4096"), ('{"engins": 1}', "unknown field"),
 ])  # fmt: skip
 def test_what_is_no_order_is_refused_by_name(run_dir: Path, orders: ScaleOrders, body: str, said: str) -> None:
     found = record(run_dir)
@@ -94,14 +94,14 @@ def test_an_order_waits_for_the_run_and_its_result_is_shown(run_dir: Path, order
     assert asyncio.run(ask(run_dir))["waiting"] == [1], "until its result is recorded"
     assert (order.attach, order.keys.api, order.keys.admin) == ("http://x", "secret", "secret")
     assert "secret" not in repr(order) + order.describe()
-    orders.record(number, "it is engine2")
+    orders.record(number, "attached as engine2")
     found = asyncio.run(ask(run_dir))
-    assert found["waiting"] == [] and found["results"] == {"1": "it is engine2"}
+    assert found["waiting"] == [] and found["results"] == {"1": "attached as engine2"}
     assert [engine["name"] for engine in found["engines"]] == ["engine0", "engine1"]
 
 
 def test_a_run_that_is_not_there_or_has_died_is_said_to_be(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run is training there"):
+    with pytest.raises(ConfigError, match="no run is training"):
         asyncio.run(ask(tmp_path))
     file = tmp_path / FILE_NAME
     file.write_text("{")
@@ -157,11 +157,11 @@ def test_the_command_fails_when_the_run_refuses(
     run_dir: Path, orders: ScaleOrders, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mslime.cli.scale.LOOK_EVERY_S", 0.05)
-    run = threading.Thread(target=obey, args=(orders, "refused: no other engine serves now", [[SERVING]]))
+    run = threading.Thread(target=obey, args=(orders, "refused: no other engine is serving", [[SERVING]]))
     run.start()
     assert main(["scale", str(run_dir), "--drain", "engine0"]) == 1
     run.join()
-    assert "no other engine serves now" in capsys.readouterr().out
+    assert "no other engine is serving" in capsys.readouterr().out
 
 
 def test_the_command_returns_at_once_when_asked_to(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

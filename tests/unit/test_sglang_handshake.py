@@ -64,7 +64,7 @@ def test_what_is_missing_is_named(feature: str, spoil: Callable[[FakeEngine], An
 
 
 def test_a_server_without_the_plug_in_cannot_be_asked_what_it_has_released() -> None:
-    with pytest.raises(EngineError, match="memory that is given back.*without mslime's plug-in"):
+    with pytest.raises(EngineError, match="memory release.*without mslime's plug-in"):
         shake(lambda engine: setattr(engine, "sums", None), replace(ALL, memory=True))
 
 

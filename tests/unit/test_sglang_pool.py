@@ -109,7 +109,7 @@ async def test_an_engine_that_has_requests_and_answers_none_is_given_up_and_othe
         for slot in pool._slots:  # a heartbeat was answered, which is no answer to a request
             slot.answered = time.monotonic()
         pool.give_up(since)
-        with pytest.raises(EngineDied, match="not obeyed"):
+        with pytest.raises(EngineDied, match="no request stopped"):
             await hangs
         assert (await busy).engine == "e1" and list(pool.dead) == ["e0"]
 

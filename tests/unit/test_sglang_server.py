@@ -351,8 +351,8 @@ class FakeMachine:
         self.calls: list[str] = []
         self.ended = False
 
-    def launch(self, meeting: str) -> None:
-        self.calls.append(f"launch {meeting}")
+    def launch(self, rendezvous: str) -> None:
+        self.calls.append(f"launch {rendezvous}")
 
     def check(self) -> None:
         self.calls.append("check")
@@ -380,9 +380,9 @@ def test_parts_on_other_machines_start_with_the_first_and_end_with_it(
     server = ServerProcess(over_two(tiny_run), 0, tmp_path, others=[other])
     with pytest.raises(EngineError, match="engine0_part1"):
         server.start()
-    meeting = told[0]["dist_init_addr"]
-    assert (told[0]["nnodes"], told[0]["node_rank"]) == (2, 0) and meeting.startswith("127.0.0.1:")
-    assert other.calls == [f"launch {meeting}", "check", "stop"] and not server.alive
+    rendezvous = told[0]["dist_init_addr"]
+    assert (told[0]["nnodes"], told[0]["node_rank"]) == (2, 0) and rendezvous.startswith("127.0.0.1:")
+    assert other.calls == [f"launch {rendezvous}", "check", "stop"] and not server.alive
 
 
 def test_a_part_is_the_same_server_under_another_number(
@@ -415,7 +415,7 @@ def test_a_part_is_the_same_server_under_another_number(
 def test_attaching_needs_a_url() -> None:
     assert attach("http://host:1234/", 2).url == "http://host:1234"
     assert attach("http://host:1234/", 2).name == "engine2"
-    with pytest.raises(EngineError, match="write http://host:port"):
+    with pytest.raises(EngineError, match="http://host:port"):
         attach("host:1234", 0)
 
 

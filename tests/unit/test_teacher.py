@@ -19,7 +19,7 @@ from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.engine_pool import EnginePool
 from mslime.backends.sglang.flags import server_fields
 from mslime.backends.sglang.generating import ScoreRequest, parse_scores
-from mslime.backends.sglang.handshake import meet_teacher
+from mslime.backends.sglang.handshake import connect_teacher
 from mslime.config.base import ENGINE_TAGS
 from mslime.config.errors import ConfigError, EngineError
 from mslime.config.loader import build
@@ -164,20 +164,20 @@ def test_a_broken_connection_is_tried_again_and_a_dead_server_is_named() -> None
 
 
 def test_a_wrong_count_and_a_foreign_id_name_the_server() -> None:
-    with pytest.raises(EngineError, match="teacher0.*does not add up.*3 log-probs for 2 tokens"):
+    with pytest.raises(EngineError, match="teacher0.*invalid answer.*3 log-probs for 2 tokens"):
         score({"scores_off": 1}, [1, 2, 3])
-    with pytest.raises(EngineError, match="vocabulary of 300 that teacher0 serves"):
+    with pytest.raises(EngineError, match="vocabulary of teacher0 .300 ids"):
         score({}, [1, 300, 3])
 
 
-# ------------------------------------------------------------------------------------------------- meeting a teacher
+# ----------------------------------------------------------------------------------------- connecting to a teacher
 
 
-def meet(**spoilt: Any) -> ModelFacts | None:
+def connected(**spoilt: Any) -> ModelFacts | None:
     async def work() -> ModelFacts | None:
         async with FakeEngine() as engine, EngineClient(engine.url, "teacher0") as client:
             vars(engine).update(spoilt)
-            await meet_teacher(client, FakeTokenizer(), vocab_size=200, longest=20)
+            await connect_teacher(client, FakeTokenizer(), vocab_size=200, longest=20)
             return client.model
 
     return run(work())
@@ -185,9 +185,9 @@ def meet(**spoilt: Any) -> ModelFacts | None:
 
 def test_a_teacher_of_the_student_s_words_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 256}}))
-    known = meet(info={"model_path": str(tmp_path), "max_req_input_len": 21})
+    known = connected(info={"model_path": str(tmp_path), "max_req_input_len": 21})
     assert known is not None and known.vocab_size == 256
-    elsewhere = meet(info={"model_path": "somewhere/else"})
+    elsewhere = connected(info={"model_path": "somewhere/else"})
     assert elsewhere is not None and elsewhere.vocab_size == FakeTokenizer.vocab_size
 
 
@@ -199,11 +199,11 @@ def test_a_teacher_of_other_words_or_with_too_little_room_is_refused_by_name(tmp
         ({"info": {"max_req_input_len": 20}}, "at most 19 tokens.*sequences of 20 tokens"),
         ({"broken": {"/tokenize"}}, "cannot be compared.*told to fail"),
         ({"drop_connections": True}, "connection broke"),
-        ({"scores_off": 2}, "does not add up"),
+        ({"scores_off": 2}, "invalid answer"),
     ]
     for spoilt, why in cases:
         with pytest.raises(EngineError, match=f"(?s)teacher0.*{why}"):
-            meet(**spoilt)
+            connected(**spoilt)
 
 
 # ------------------------------------------------------------------------------------------- retries of the service
@@ -315,7 +315,7 @@ async def test_the_reward_and_the_teacher_work_on_a_response_at_the_same_time(tm
             self.came = asyncio.Event()
             self.other: FakeMeeting = self
 
-        async def meet(self) -> None:
+        async def join(self) -> None:
             self.came.set()
             await asyncio.wait_for(self.other.came.wait(), 5)
 
@@ -323,12 +323,12 @@ async def test_the_reward_and_the_teacher_work_on_a_response_at_the_same_time(tm
         per_group = False
 
         async def score(self, sample: Sample) -> float:
-            await self.meet()
+            await self.join()
             return 1.0
 
     class FakeMeetingTeacher(FakeMeeting):
         async def score(self, sample: Sample) -> NDArray[np.float32]:
-            await self.meet()
+            await self.join()
             return np.zeros(len(sample), np.float32)
 
     scorer, teacher = FakeMeetingScorer(), FakeMeetingTeacher()

@@ -80,8 +80,8 @@ def test_a_run_that_fails_after_a_step_is_started_again_until_it_is_done(tmp_pat
     run = FakeRun(tmp_path, "step:1 save:1 step:2 end:2", "step:2 die:9", "step:2 step:3 save:3 end:0")
     assert (run.status, run.starts) == (0, 3)
     assert [line for line in run.lines if line.startswith("the run")] == [
-        "the run failed with status 2; starting it again in 1 s (1 of 2 in a row)",
-        "the run failed with status 137; starting it again in 16 s (2 of 2 in a row)",
+        "the run failed with status 2; restarting it in 1 s (1 of 2 in a row)",
+        "the run failed with status 137; restarting it in 16 s (2 of 2 in a row)",
     ]
 
 

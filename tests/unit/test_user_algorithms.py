@@ -71,7 +71,7 @@ def test_a_loss_reports_its_own_numbers_the_same_in_every_layout(layout: tuple[i
     ("settings", "said"),
     [
         ({"loss": f"{USER}:summed"}, r"(?s)algorithm.loss.*summed.*loss of shape \(\).*one number for each token"),
-        ({"loss": f"{USER}:text"}, "returned str, and not a TokenLoss"),
+        ({"loss": f"{USER}:text"}, "returned str instead of a TokenLoss"),
         ({"loss": f"{USER}:raising"}, r"(?s)algorithm.loss.*raised KeyError.*user_functions.py:\d+"),
         ({"loss": f"{USER}:per_half"}, "returned half of shape"),
         ({"correction": f"{USER}:weights_alone"}, r"must return \(weights, mask\)"),

@@ -225,7 +225,7 @@ def test_an_engine_whose_parameters_were_changed_refuses_and_all_get_the_whole_b
     for version in (2, 4, 6):
         engines[1].change("float32.b")
         moved = deliver_changes(engines, transport, version, weights)
-        assert f"parameters are not those of version_{version - 1:06d} any more" in caplog.text
+        assert f"parameters no longer match version_{version - 1:06d}" in caplog.text
         assert engines[1].url in caplog.text and "from now on" not in caplog.text
         assert moved.bytes > BUCKETS[0].hf_bytes and moved.elements == sum(SIZES.values())
         moved = deliver_changes(engines, transport, version + 1, weights)
@@ -262,7 +262,7 @@ def test_changes_whose_sums_are_others_are_refused(
 
     monkeypatch.setattr(weights_delta, "word_sum", of_another)
     deliver_changes(engines, transport, 2, weights)
-    assert "damaged" in caplog.text if wrong < 2 else "is not what was to be sent" in caplog.text
+    assert "damaged" in caplog.text if wrong < 2 else "does not match the checksum" in caplog.text
     assert caplog.text.count("goes as a whole") == len(BUCKETS)
 
 
@@ -377,7 +377,7 @@ def test_changes_are_put_into_what_the_model_holds(half: bool, tmp_path: Path) -
     if half:  # it cannot tell: only a part of the bucket is its own
         changed(again, bucket, model)
     else:
-        with pytest.raises(ValueError, match="is not what was to be sent"):
+        with pytest.raises(ValueError, match="does not match the checksum"):
             changed(again, bucket, model)
 
 
@@ -390,11 +390,11 @@ def test_whatever_does_not_belong_is_refused_before_anything_is_loaded(tmp_path:
         with pytest.raises(ValueError, match=why):
             changed(path, bucket, model)
 
-    refused(written(place, 3, [1], one, right), "belong to version_000003, and this engine holds .*version_000004")
+    refused(written(place, 3, [1], one, right), "belong to version_000003, and this engine has .*version_000004")
     refused(written(place, 4, [11], one, right), "beyond the bucket's 11")
     refused(written(place, 4, [-1], one, right), "beyond the bucket's 11")
-    refused(written(place, 4, [1], one.bfloat16(), right), "bfloat16, and the bucket torch.float32")
-    refused(written(place, 4, [1], one, right + 1), "not what was to be sent")
+    refused(written(place, 4, [1], one.bfloat16(), right), "bfloat16, and the bucket is torch.float32")
+    refused(written(place, 4, [1], one, right + 1), "does not match the checksum")
     refused(written(place, 4, [1, 2], one, right), "is damaged")
     whole = written(place, 4, [1], one, right).read_bytes()
     for at in range(len(whole) - 8, len(whole)):  # the index and the value
@@ -408,10 +408,10 @@ def test_whatever_does_not_belong_is_refused_before_anything_is_loaded(tmp_path:
         changed(place, bucket, model)
     written(place, 4, [1], one, right)
     model.second.data[2] = 5.5
-    refused(place, "not those of version_000004 any more")
+    refused(place, "no longer match version_000004")
     model.second.data[2] = 10.0
     bucket.loaded_version = None
-    refused(place, "this engine holds None")
+    refused(place, "this engine has None")
     model.first = torch.nn.Parameter(torch.zeros(8))
     refused(place, "copies are not recorded")
     record_loaded(bucket, model, place.parent)

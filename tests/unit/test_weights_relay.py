@@ -252,7 +252,7 @@ class TwoMachines:
         self.infos = [EngineInfo(f"http://127.0.0.1:{port}", 4, machines=2) for port in (8, 9)]
         monkeypatch.setattr(link.engine_port, "ask", self.ask)
         monkeypatch.setattr(link.engine_port, "load", self.load)
-        monkeypatch.setattr(weights_relay, "meet", self.meet)
+        monkeypatch.setattr(weights_relay, "connect_group", self.connect_group)
         monkeypatch.setattr(weights_relay, "broadcast_each", lambda parcels, *_: self.note(parcels))
         monkeypatch.setattr(weights_relay.dist, "destroy_process_group", lambda group: None)
 
@@ -268,7 +268,9 @@ class TwoMachines:
             self.named.append(sync.cuts)
         return done(wire.Loaded("loaded", self.says.get(engine.url)))
 
-    def meet(self, link: Link, engines: Any, joining: list[int], sender: int, machine: int | None = None) -> Any:
+    def connect_group(
+        self, link: Link, engines: Any, joining: list[int], sender: int, machine: int | None = None
+    ) -> Any:
         assert joining == [2 if machine is None else 1] * 2 and sender == 0
         return ("all" if machine is None else f"machine {machine}"), None
 

@@ -190,7 +190,7 @@ def test_all_requests_of_a_sender_share_a_connection_and_carry_the_key_that_each
         update = wire.update_request([bucket], "group")
         for _ in range(3):
             engine_port.load(EngineInfo(url, keys=keys), update).result()
-        with pytest.raises(WeightSyncError, match="does not describe itself"):
+        with pytest.raises(WeightSyncError, match="description is invalid"):
             engine_port.describe(Endpoint(url, keys))
         engine_port.close()
     assert len({port for _, _, port in asked}) == 1, asked
@@ -299,7 +299,7 @@ class Broken(BroadcastTransport):
 
 @pytest.mark.parametrize(
     ("promise", "says"),
-    [("bits", "received another a.weight"), ("buffer", "wrote to the buffer"), ("errors", "is not there")],
+    [("bits", "received wrong values of a.weight"), ("buffer", "wrote to the buffer"), ("errors", "is unreachable")],
 )
 def test_a_transport_that_breaks_a_promise_is_found(
     engines: list[StandInEngine], hurried: Link, promise: str, says: str

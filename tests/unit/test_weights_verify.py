@@ -176,7 +176,7 @@ def test_one_bit_on_one_rank_is_found(parameter: str, ranks: int) -> None:
     for rank in range(ranks):
         engine = FakeEngine(ranks)
         tensor_sums.bits_of(getattr(engine.ranks[rank], parameter).data)[0, ...].view(-1)[0] ^= 1
-        with pytest.raises(WeightSyncError, match=rf"http://e: {PARAMETERS[parameter]}.*so it is with 1 of 7 tensors"):
+        with pytest.raises(WeightSyncError, match=rf"http://e: {PARAMETERS[parameter]}.*1 of 7 tensors differ"):
             engine.compare()
 
 
@@ -197,15 +197,15 @@ def spoilt(what: str) -> tuple[FakeEngine, str]:
         copies = engine.buckets[1].loaded[0].copies[id(engine.ranks[1])]
         kept = [index for index, view in enumerate(copies.into) if view.shape != (4, 6)]
         copies.into, copies.out_of = [copies.into[i] for i in kept], [copies.out_of[i] for i in kept]
-        return engine, "q': the engine does not hold all of it"
+        return engine, "q': the engine does not have all of it"
     if what == "replicas":
         engine.ranks[1].norm.data[2] += 1
-        return engine, "norm': rank 1 holds something else than rank 0 in the same places"
+        return engine, "norm': rank 1 has other values than rank 0 in the same places"
     if what == "rounded":  # less than bfloat16 can tell
         engine.ranks[0].router.data[1, 1] *= 1 + 1e-5
-        return engine, "router': of rank 0, a parameter in torch.float32 holds something else"
+        return engine, "router': rank 0: a parameter in torch.float32 has other values"
     engine.ranks[0].down.data.swapdims(0, 1)[[0, 1]] = engine.ranks[0].down.data.swapdims(0, 1)[[1, 0]]
-    return engine, "down': the engine holds something else"
+    return engine, "down': the engine has other values"
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_what_one_rank_has_not_recorded_is_left_out_and_the_reason_told(
     spoil(engine)
     assert why in why_not(engine.answers()) and engine.compare() == 3
     engine.ranks[0].down.data[0, 0] += 1
-    with pytest.raises(WeightSyncError, match="so it is with 1 of 3 tensors"):
+    with pytest.raises(WeightSyncError, match="1 of 3 tensors differ"):
         engine.compare()
 
 

@@ -99,8 +99,8 @@ def _refuse_other_versions(version: str) -> None:
         raise TrainerError(
             "megatron-core",
             version,
-            f"the CPU patches name internals of {PINNED} and are wrong for other versions",
-            f"pip install megatron-core=={PINNED}",
+            f"must be {PINNED}: the CPU patches change its internals",
+            f"run pip install megatron-core=={PINNED}",
         )
 
 
@@ -370,7 +370,7 @@ def _(overrides: _Overrides) -> None:
 @_patch(
     "no_flash_mla",
     "SGLang's packages for GPUs bring flash_mla, which raises OSError on a machine without a driver (a login node, the "
-    "building of an image); megatron-core takes only an ImportError for its absence",
+    "building of an image); megatron-core handles only its ImportError",
     before=True,
 )
 def _(overrides: _Overrides) -> None:
@@ -409,7 +409,7 @@ def _(overrides: _Overrides) -> None:
 
 @_patch(
     "expert_bias_in_place",
-    "an expert's bias is added in place to what the reduction over one rank returned, which is its own input; autograd "
+    "an expert's bias is added in place to the result of the reduction over one rank, which is its own input; autograd "
     "forbids that",
 )
 def _(overrides: _Overrides) -> None:
@@ -429,7 +429,7 @@ def _(overrides: _Overrides) -> None:
 
 @_patch(
     "adam_own_step",
-    "after loading, all parameters share one 'step' tensor, which torch raises once per parameter: "
+    "after loading, all parameters share one 'step' tensor, which torch increments once per parameter: "
     "Adam's bias correction is then silently wrong",
 )
 def _(overrides: _Overrides) -> None:

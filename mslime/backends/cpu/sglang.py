@@ -181,7 +181,7 @@ def check_version() -> None:
         raise EngineError(
             "sglang",
             found,
-            f"the CPU platform is written for sglang {SGLANG_VERSION} and patches its internals",
+            f"must be {SGLANG_VERSION}: the CPU platform patches its internals",
             "install with `bash scripts/install.sh --cpu`, or run on a GPU",
         )
 
@@ -364,13 +364,13 @@ PATCHES: tuple[SglangPatch, ...] = (
     SglangPatch(
         "deterministic_choices",
         "sglang.srt.arg_groups.choices",
-        "deterministic inference is what makes sampling_seed count, and it refuses the torch_native attention",
+        "sampling_seed needs deterministic inference, which rejects the torch_native attention",
         _deterministic_choices,
     ),
     SglangPatch(
         "no_triton_matmuls",
         "sglang.srt.batch_invariant_ops",
-        "deterministic inference swaps in Triton matmuls; on CPU ATen's stay (batch invariance is then not promised)",
+        "deterministic inference swaps in Triton matmuls; on CPU ATen's stay (without guaranteed batch invariance)",
         _no_triton_matmuls,
     ),
     SglangPatch(
@@ -388,7 +388,7 @@ PATCHES: tuple[SglangPatch, ...] = (
     SglangPatch(
         "adapter_batches_unpinned",
         "sglang.srt.lora.backend.torch_backend",
-        "so do tables of batches",
+        "tables of batches pin their memory",
         sglang_layers.unpinned,
     ),
     SglangPatch(
@@ -406,25 +406,25 @@ PATCHES: tuple[SglangPatch, ...] = (
     SglangPatch(
         "emulated_fp8",
         "sglang.srt.layers.quantization.fp8",
-        "FP8 layers need kernels of a GPU or of AMX; the bits are kept, and what they stand for computes",
+        "FP8 layers need kernels of a GPU or of AMX; the bits are kept, and computed with as floats",
         sglang_layers.emulated_fp8,
     ),
     SglangPatch(
         "emulated_int4",
         "sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16_moe",
-        "INT4 experts need Marlin or Triton kernels; the bits are kept, and what they stand for computes",
+        "INT4 experts need Marlin or Triton kernels; the bits are kept, and computed with as floats",
         sglang_layers.emulated_int4,
     ),
     SglangPatch(
         "every_dtype_beside_int4",
         "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors",
-        "kernels want 16 bits, and the CPU platform serves float32 as well",
+        "kernels need 16 bits, and the CPU platform also serves float32",
         sglang_layers.every_dtype_beside_int4,
     ),
     SglangPatch(
         "plain_indices",
         "sglang.srt.disaggregation.mooncake.conn",
-        "a server that prefills for another one pins the numbers of its pages, and waits for a stream",
+        "a prefill server pins the numbers of its pages, and waits for a stream",
         sglang_layers.plain_indices,
     ),
 )

@@ -76,7 +76,7 @@ def load_generators(directory: Path) -> None:
     """Set this rank's generators from a checkpoint of the same layout.
 
     Raises:
-        OSError, ValueError, KeyError, UnpicklingError: the file is not what `save_generators` wrote.
+        OSError, ValueError, KeyError, UnpicklingError: the file was not written by `save_generators`, or is damaged.
     """
     if not (directory / _name(".npz")).exists():
         _load_old(directory / _name(".pt"))
@@ -310,12 +310,12 @@ def _cannot_write(directory: Path, reason: str) -> CheckpointError:
     existing = next(parent for parent in [directory, *directory.absolute().parents] if parent.exists())
     return CheckpointError(
         str(directory), f"{shutil.disk_usage(existing).free} bytes free", f"saving failed: {reason}",
-        "free space there or mend the file system; older checkpoints are untouched",
+        "free space there or fix the file system; older checkpoints are untouched",
     )  # fmt: skip
 
 
 def _cannot_read(directory: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        str(directory), reason, "must be a readable checkpoint of the model that is trained",
-        "resume with the model and megatron.use_distributed_optimizer that wrote it, or from an older checkpoint",
+        str(directory), reason, "must be a readable checkpoint of the trained model",
+        "resume with the model and megatron.use_distributed_optimizer of its run, or from an older checkpoint",
     )  # fmt: skip

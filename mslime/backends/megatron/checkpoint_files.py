@@ -163,7 +163,7 @@ class _SafePlanner(MCoreLoadPlanner):
         loaded: object = torch.load(value, weights_only=True)
         key = read_item.storage_index.fqn
         if key in self._empty and not _is_empty(loaded):
-            raise UnpicklingError(f"{key} holds the state of another engine setting, which is empty in this run")
+            raise UnpicklingError(f"{key} has the state of another engine setting, and must be empty in this run")
         value.seek(0)
         super().load_bytes(read_item, value)  # unpickles anything; these bytes are already checked
 

@@ -38,7 +38,7 @@ def start_process_groups(
     layout = spec.layout
     if world_size != layout.world_size:
         raise TrainerError(
-            "trainer ranks", world_size, f"the layout {layout.describe()} has {layout.world_size}",
+            "trainer ranks", world_size, f"the layout {layout.describe()} needs {layout.world_size}",
             "start that many, or change the parallel sizes",
         )  # fmt: skip
     if device.type == "cuda":
@@ -51,7 +51,7 @@ def start_process_groups(
         raise TrainerError(
             "deadlines.trainer_start_s", seconds,
             f"rank {rank} of {world_size} waited this long at {init_method} for the others: {error}",
-            "see the log of the rank that died or did not start",
+            "read the log of the rank that died or did not start",
         ) from error  # fmt: skip
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",

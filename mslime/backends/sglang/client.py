@@ -176,7 +176,7 @@ class EngineClient:
             raise EngineError(
                 f"request {request.rid}",
                 int(top),
-                f"the prompt holds a token id beyond the vocabulary of {self.model.vocab_size} that {self.name} serves",
+                f"the prompt has a token id outside the vocabulary of {self.name} ({self.model.vocab_size} ids)",
                 "check that the tokenizer belongs to the model",
             )
 
@@ -262,7 +262,7 @@ class EngineClient:
         with self.reading(path):
             found = wire.decode(answer["message"])
             if not isinstance(found, reply):
-                raise TypeError(f"it replied to {type(request).__name__} with {answer['message']!r}")
+                raise TypeError(f"unexpected reply to {type(request).__name__}: {answer['message']!r}")
             return found
 
     async def load_adapter(self, adapter: AdapterVersion) -> None:
@@ -312,8 +312,9 @@ class EngineClient:
             return
         after = await self.released_memory()
         if give := after.to_release(tags) or after.to_resume(tags):
-            why = after.refused or "it does not do so"
-            raise self.error("memory", f"it is to hold {', '.join(tags) or 'nothing'}: {', '.join(give)}: {why}")
+            why = after.refused or "no reason given"
+            held, unchanged = ", ".join(tags) or "nothing", ", ".join(give)
+            raise self.error("memory", f"must hold {held}, but {unchanged} did not change: {why}")
 
     async def released_memory(self) -> wire.Released:
         """Parts that an engine on shared GPUs has released."""
@@ -330,7 +331,7 @@ class EngineClient:
         try:
             return parse_version(str(text))
         except ValueError as error:
-            raise self.error("weight version", f"{text!r} was not stamped by mslime") from error
+            raise self.error("weight version", f"{text!r} is not a version set by mslime") from error
 
     # ------------------------------------------------------------------------------------------------- questions
 
@@ -373,13 +374,13 @@ class EngineClient:
 
     # ------------------------------------------------------------------------------------------------- transport
 
-    def error(self, what: str, rule: str, kind: type[EngineError] = EngineError) -> EngineError:
+    def error(self, operation: str, rule: str, kind: type[EngineError] = EngineError) -> EngineError:
         """An error with this engine's name and log."""
-        where = f"read the engine's log {self.log_path}" if self.log_path else f"look at the server behind {self.url}"
-        return kind(self.name, what, rule, where)
+        where = f"read the engine's log {self.log_path}" if self.log_path else f"check the server at {self.url}"
+        return kind(self.name, operation, rule, where)
 
     @contextmanager
-    def reading(self, what: str) -> Iterator[None]:
+    def reading(self, operation: str) -> Iterator[None]:
         """Context manager for untrusted answers: any exception inside becomes an EngineError."""
         try:
             yield
@@ -387,7 +388,7 @@ class EngineClient:
             raise
         except MALFORMED as error:
             message = f"{type(error).__name__}: {error}"[:500]
-            raise self.error(what, f"an answer that does not add up: {message}") from error
+            raise self.error(operation, f"invalid answer: {message}") from error
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -473,7 +474,7 @@ class EngineClient:
             rule = f"the connection broke ({str(error) or repr(error)}); the server is dead or unreachable"
             raise self.error(path, rule, EngineDied) from error
         if content is None:
-            raise self.error(path, f"an answer of more than {limit:,} bytes, which is more than it can have")
+            raise self.error(path, f"the answer exceeds the limit of {limit:,} bytes")
         if status != 200:
             kind = EngineBusy if status in BUSY else EngineError
             raise self.error(path, f"HTTP {status}: {_message(content)}", kind)

@@ -35,7 +35,7 @@ INTERRUPT_S = 5.0
 """Seconds for interrupted requests to return; later ones continue under their own adapter."""
 MISSED = 3
 """Missed heartbeats in a row until an engine is dead. One alone may be lost if this machine was suspended."""
-_NO_CHECKSUMS = "weights are not compared: it cannot return checksums"
+_NO_CHECKSUMS = "weights are not compared: the engine cannot return checksums"
 _NO_PLUG_IN = "it was started without mslime/engine_plugin/path_entry on its PYTHONPATH"
 _log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Heartbeats:
         self._silence_s, self._engines = silence_s, engines
         self._beat_s = silence_s / (MISSED + 1)
         self._watching: asyncio.Task[None] | None = None
-        self._asked: dict[EngineSlot, set[asyncio.Task[bool]]] = {}
+        self._unanswered: dict[EngineSlot, set[asyncio.Task[bool]]] = {}
 
     def start(self) -> None:
         """Start heartbeats: engines generate from now on."""
@@ -120,7 +120,7 @@ class Heartbeats:
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None
-        for engine in list(self._asked):
+        for engine in list(self._unanswered):
             self._forget(engine)
 
     async def _watch(self) -> None:
@@ -131,12 +131,12 @@ class Heartbeats:
             await asyncio.sleep(max(0.0, began + self._beat_s - time.monotonic()))
 
     async def _ask(self, engine: EngineSlot) -> None:
-        asked = self._asked.setdefault(engine, set())
-        asked.add(asyncio.create_task(engine.client.healthy(self._silence_s)))
+        unanswered = self._unanswered.setdefault(engine, set())
+        unanswered.add(asyncio.create_task(engine.client.healthy(self._silence_s)))
         ends = time.monotonic() + self._beat_s
-        while asked and (left := ends - time.monotonic()) > 0:
-            done, _ = await asyncio.wait(asked, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            asked -= done  # without those that failed
+        while unanswered and (left := ends - time.monotonic()) > 0:
+            done, _ = await asyncio.wait(unanswered, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            unanswered -= done  # without those that failed
             if any(task.result() for task in done):
                 self._forget(engine)
                 engine.answered, engine.missed = time.monotonic(), 0
@@ -148,7 +148,7 @@ class Heartbeats:
 
     def _forget(self, engine: EngineSlot) -> None:
         """Cancel the unanswered heartbeats of an engine."""
-        for task in self._asked.pop(engine, ()):
+        for task in self._unanswered.pop(engine, ()):
             task.cancel()
 
 
@@ -258,7 +258,7 @@ class EnginePool:
         for slot in self._slots:
             if slot.assigned and slot.served < since:
                 silent = time.monotonic() - since
-                slot.kill(slot.client.error("/abort_request", f"not obeyed for {silent:.0f} s", EngineDied))
+                slot.kill(slot.client.error("/abort_request", f"no request stopped in {silent:.0f} s", EngineDied))
 
     def mark_dead(self, urls: Collection[str], why: str) -> None:
         """Declare these engines dead: they answer, but cannot be used."""
@@ -335,7 +335,7 @@ class EnginePool:
             elif not slot.leaving:
                 slots.append(slot)
                 continue
-            slot.kill(EngineDied(slot.client.name, slot.client.url, "it left the run", "ask another engine"))
+            slot.kill(EngineDied(slot.client.name, slot.client.url, "the engine left the run", "use another engine"))
             await slot.client.close()
         self._slots = slots + [EngineSlot(client, self._concurrency, ready) for client in admitted.values()]
 
@@ -414,7 +414,7 @@ class EnginePool:
         unproven = [slot for slot in self._slots if slot.error is None and not slot.proven.is_set()]
         for slot in unproven:
             self._slots[self._slots.index(slot)] = EngineSlot(slot.client, self._concurrency, leaving=slot.leaving)
-            slot.kill(slot.client.error("probe", "its answers may be of weights that failed it", EngineDied))
+            slot.kill(slot.client.error("probe", "its answers may come from weights that failed the probe", EngineDied))
         if unproven:
             await self.broadcast(lambda client: client.pause(self._paused), spare=True)
             await self.broadcast(lambda client: client.abort(), spare=True)
@@ -439,7 +439,7 @@ class EnginePool:
 
         async def one(client: EngineClient) -> int:
             reported = await client.weight_checksums(adapter, owner)
-            with client.reading("sums of its weights"):
+            with client.reading("weight checksums"):
                 cannot = _NO_PLUG_IN if reported is None else why_not(reported)
                 if cannot:
                     _log.warning("%s: %s: %s", client.url, _NO_CHECKSUMS, cannot)

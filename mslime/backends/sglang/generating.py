@@ -86,13 +86,13 @@ def read_scores(
     meta: Mapping[str, Any], ids: Sequence[int] | NDArray[np.int32], start: int, vocab_size: int | None
 ) -> NDArray[np.float32]:
     """[n - start] float32: log-probs of the tokens from `start` on of a prompt of n. Raises like `parse_scores`."""
-    asked, pairs = np.asarray(ids, np.int64)[start - 1 :], meta["input_token_logprobs"]
-    assert len(pairs) == len(asked), f"{len(pairs) - 1} log-probs for {len(asked) - 1} tokens"
+    requested, pairs = np.asarray(ids, np.int64)[start - 1 :], meta["input_token_logprobs"]
+    assert len(pairs) == len(requested), f"{len(pairs) - 1} log-probs for {len(requested) - 1} tokens"
     found = np.asarray([pair[1] for pair in pairs], np.int64)
     # The engine reports the last id of the vocabulary as 0 (it treats it as an image placeholder).
-    last = vocab_size is None or asked == vocab_size - 1
-    assert bool(((found == asked) | ((found == 0) & last)).all()), "log-probs of other tokens"
-    assert pairs[0][0] is None, f"the first entry is {pairs[0][0]}, where no log-prob is possible"
+    last = vocab_size is None or requested == vocab_size - 1
+    assert bool(((found == requested) | ((found == 0) & last)).all()), "log-probs of other tokens"
+    assert pairs[0][0] is None, f"the first entry is {pairs[0][0]}, and must be null"
     values = np.asarray([pair[0] for pair in pairs[1:]], np.float64)
     assert bool(np.isfinite(values).all()), "log-probs that are not finite"
     return np.minimum(values, 0.0).astype(np.float32)  # log of a rounded probability can exceed 0 by an ulp
@@ -289,7 +289,7 @@ def parse_generation(
     if finish == "abort" and (incomplete or len(ids) == 0):
         return nothing(request, engine, meta)
     n = len(ids)
-    assert n <= request.max_new_tokens, f"{n} tokens, and at most {request.max_new_tokens} were asked for"
+    assert n <= request.max_new_tokens, f"{n} tokens, more than the requested {request.max_new_tokens}"
     supports = _supports(meta, ids, model) if restricted else None
     routes = None
     if request.want_routes:
@@ -323,7 +323,7 @@ def of_version(result: GenerateResult, version: int) -> GenerateResult:
 def _integers(values: Sequence[Any]) -> NDArray[np.int64]:
     """[n] of a JSON list of integers; text, fractions and booleans are rejected."""
     found = np.asarray(values) if len(values) else np.empty(0, np.int64)
-    assert found.dtype.kind == "i" and found.ndim == 1, f"{str(values)[:100]} where integers were expected"
+    assert found.dtype.kind == "i" and found.ndim == 1, f"expected integers, got {str(values)[:100]}"
     return found.astype(np.int64)
 
 
@@ -331,7 +331,7 @@ def _token_ids(values: Sequence[Any] | NDArray[np.uint32], model: ModelFacts | N
     ids = values if isinstance(values, np.ndarray) else _integers(values)
     top = model.vocab_size if model is not None else 1 << 31
     beyond = ids[(ids < 0) | (ids >= top)]
-    assert not len(beyond), f"token id {beyond[0]} beyond the vocabulary of {top}"
+    assert not len(beyond), f"token id {beyond[0]} is outside the vocabulary of {top}"
     return ids.astype(np.int32)
 
 
@@ -344,7 +344,7 @@ def _log_probs(meta: Mapping[str, Any], ids: NDArray[np.int32], restricted: bool
     assert values.shape == ids.shape, f"{len(values)} log-probs for {len(ids)} tokens"
     assert not len(values) or values.dtype.kind in "fi", "log-probs that are not numbers"
     within = (values >= LOWEST_LOG_PROB) & (values <= HIGHEST_LOG_PROB) if len(values) else np.empty(0, np.bool_)
-    assert within.all(), f"log-prob {values[~within][0]} of a sampled token"
+    assert within.all(), f"impossible log-prob {values[~within][0]} of a sampled token"
     return np.minimum(values.astype(np.float32), 0.0)
 
 
@@ -360,7 +360,7 @@ def _version_spans(spans: Sequence[Mapping[str, Any]], n: int) -> tuple[tuple[in
 def _supports(meta: Mapping[str, Any], ids: NDArray[np.int32], model: ModelFacts | None) -> Supports:
     """The ids that each token was drawn from: distinct, inside the vocabulary, and including the token itself."""
     masks = meta.get(MASKS)
-    assert masks is not None, "the engine returned no sampling mask, the ids that top-k, top-p and min-p left"
+    assert masks is not None, "the engine returned no sampling mask (the ids left by top-k, top-p and min-p)"
     assert len(masks) == len(ids), f"{len(masks)} sampling masks for {len(ids)} tokens"
     if isinstance(masks, IntegerRows):
         kept, sizes = _token_ids(masks.values, model), masks.sizes
@@ -372,8 +372,8 @@ def _supports(meta: Mapping[str, Any], ids: NDArray[np.int32], model: ModelFacts
     if len(outside):
         at = int(outside[0])
         drawn_from = str(supports.row(at).tolist())[:100]
-        raise AssertionError(f"token {ids[at]} was drawn from {drawn_from}, its sampling mask")
-    assert not supports.repeats(), "a sampling mask names an id twice"
+        raise AssertionError(f"token {ids[at]} is not in its sampling mask, {drawn_from}")
+    assert not supports.repeats(), "a sampling mask contains an id twice"
     return supports
 
 
@@ -445,7 +445,7 @@ def probed(
     """
     assert len(new.output_ids) == NEW_TOKENS, f"{len(new.output_ids)} tokens of {NEW_TOKENS}, finished by {new.finish}"
     versions = {version for version, _, _ in new.versions}
-    assert adapter or versions == {request.version}, f"weights of version {versions}, and {request.version} was asked"
+    assert adapter or versions == {request.version}, f"weights of version {versions} instead of {request.version}"
     return ProbeScores(
         np.concatenate([np.asarray(request.input_ids, np.int32), new.output_ids]),
         len(text),
@@ -473,7 +473,7 @@ def end_ids(checkpoint: Path | str, tokenizer: Tokenizer) -> frozenset[int]:
     for name in ("config.json", "generation_config.json"):
         path = Path(checkpoint) / name
         if path.is_file():
-            with reading(DataError, str(path), "is no JSON with integer eos_token_ids", "download the file again"):
+            with reading(DataError, str(path), "is not JSON with integer eos_token_ids", "download the file again"):
                 found |= set(eos_ids(json.loads(path.read_text(encoding="utf-8"))))
     encoded = [tokenizer.encode(text, special_tokens=False) for text in _STOP_TEXTS]
     found |= {ids[0] for ids in encoded if len(ids) == 1}

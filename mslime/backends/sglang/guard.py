@@ -139,9 +139,9 @@ def _end(child: subprocess.Popen[bytes], files: set[Path]) -> int:
 
 def _watch(owner: int, command: Sequence[str], tmp: str) -> int:
     """Run the command until it or the owner ends or a signal arrives; return its wait status."""
-    asked = {"to end": False}
+    flags = {"to end": False}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: asked.update({"to end": True}))
+        signal.signal(number, lambda *_: flags.update({"to end": True}))
     guard = os.getpid()
 
     def begin() -> None:
@@ -160,7 +160,7 @@ def _watch(owner: int, command: Sequence[str], tmp: str) -> int:
     )
     files: set[Path] = set()
     look_at = time.monotonic()
-    while child.poll() is None and not asked["to end"]:
+    while child.poll() is None and not flags["to end"]:
         readable, _, _ = select.select([owner], [], [], 0.2)
         if readable:  # the pipe is never written: readable means closed
             break

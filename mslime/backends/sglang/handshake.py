@@ -102,7 +102,7 @@ async def handshake(client: EngineClient, needs: EngineNeeds) -> int:
         if needs.truncation:
             await _probe(client, "sampling mask", partial(_probe_supports, truncation=needs.truncation))
         if needs.memory:
-            await _probe(client, "memory that is given back", _probe_memory)
+            await _probe(client, "memory release", _probe_memory)
         await _probe(client, "pause modes", _probe_pause_modes)
         return limit
 
@@ -115,7 +115,7 @@ async def _check_server(client: EngineClient, role: str, needs: EngineNeeds) -> 
     """
     if client.identity and (found := (await client.model_info()).get("served_model_name")) != client.identity:
         raise client.error(
-            f"serves {found!r}", f"another server answers on its port; ours serves its model as {client.identity!r}"
+            f"serves {found!r}", f"another server answers on its port; the run's serves the name {client.identity!r}"
         )
     info = await client.server_info()
     if info.get("version") != SGLANG_VERSION:
@@ -126,7 +126,7 @@ async def _check_server(client: EngineClient, role: str, needs: EngineNeeds) -> 
     served_dtype = {"half": "float16", "float": "float32"}.get(served_dtype, served_dtype)
     if needs.dtype and served_dtype != needs.dtype:
         raise _missing(
-            client, f"weights in {needs.dtype}", f"it holds them in {served_dtype}: start it with --dtype {needs.dtype}"
+            client, f"weights in {needs.dtype}", f"it has them in {served_dtype}: start it with --dtype {needs.dtype}"
         )
     schema = await client.openapi()
     for declared in DECLARED:
@@ -153,7 +153,7 @@ async def _check_server(client: EngineClient, role: str, needs: EngineNeeds) -> 
         raise _missing(client, "adapters", lacks)
     limit = info.get("max_req_input_len")
     if not isinstance(limit, int) or limit < 1:
-        raise _missing(client, "longest input", f"/server_info gives max_req_input_len as {limit!r}")
+        raise _missing(client, "longest input", f"/server_info returns max_req_input_len = {limit!r}")
     return limit
 
 
@@ -162,7 +162,7 @@ def _lacks_adapters(lora: ServedLora, info: Mapping[str, Any]) -> str:
     if not info.get("enable_lora"):
         return "it was started without --enable-lora"
     if (info.get("max_lora_rank") or 0) < lora.rank:
-        return f"it was started with --max-lora-rank {info.get('max_lora_rank')}, and they have rank {lora.rank}"
+        return f"it was started with --max-lora-rank {info.get('max_lora_rank')}, and adapters have rank {lora.rank}"
     targets = set(info.get("lora_target_modules") or ())
     if "all" not in targets and (absent := sorted({*lora.modules} - targets)):
         return f"its --lora-target-modules lack {', '.join(absent)}"
@@ -188,11 +188,11 @@ def _check_declared(client: EngineClient, declared: DeclaredFeature, schema: Map
     body = body.get("properties", {})
     absent = [name for name in declared.fields if name not in body]
     if absent:
-        raise _missing(client, declared.feature, f"{declared.route} does not take {', '.join(absent)}")
+        raise _missing(client, declared.feature, f"{declared.route} does not accept {', '.join(absent)}")
     known = body.get("mode", {}).get("enum", [])
     lacking = [choice for choice in declared.choices if choice not in known]
     if lacking:
-        raise _missing(client, declared.feature, f"{declared.route} does not know {', '.join(lacking)}")
+        raise _missing(client, declared.feature, f"{declared.route} does not support {', '.join(lacking)}")
 
 
 async def _probe(client: EngineClient, feature: str, probe: Callable[[EngineClient], Awaitable[str]]) -> None:
@@ -242,7 +242,7 @@ async def _probe_supports(client: EngineClient, truncation: Mapping[str, Any]) -
 
 async def _probe_memory(client: EngineClient) -> str:
     released = (await client.released_memory()).tags
-    return f"it holds no {', '.join(sorted(released))}" if released else ""
+    return f"it has released {', '.join(sorted(released))}" if released else ""
 
 
 async def _probe_pause_modes(client: EngineClient) -> str:
@@ -252,7 +252,7 @@ async def _probe_pause_modes(client: EngineClient) -> str:
         await client.resume()
         if not paused:
             return f"mode {mode} did not pause it"
-    return "" if await client.ready() else "it did not go on after the pause"
+    return "" if await client.ready() else "it did not resume after the pause"
 
 
 # Checks of a teacher's server before a run depends on it: it must have the student's tokens, and score them.
@@ -263,7 +263,7 @@ async def _probe_pause_modes(client: EngineClient) -> str:
 _PROBE = (1, 2, 3, 4)
 
 
-async def meet_teacher(client: EngineClient, tokenizer: Tokenizer, vocab_size: int, longest: int) -> None:
+async def connect_teacher(client: EngineClient, tokenizer: Tokenizer, vocab_size: int, longest: int) -> None:
     """Check one server, and set the number of its embedding rows in its client.
 
     Args:
@@ -280,7 +280,7 @@ async def meet_teacher(client: EngineClient, tokenizer: Tokenizer, vocab_size: i
             raise EngineError(
                 client.name, f"a vocabulary of {rows}",
                 f"the teacher embeds fewer token ids than the student, which may sample any of {vocab_size}",
-                "serve a teacher of the student's family",
+                "use a teacher of the student's family",
             )  # fmt: skip
         await _compare_tokenizers(client, tokenizer)
         # If its checkpoint is not readable here, it embeds at least its tokenizer's tokens, which are the student's.
@@ -292,12 +292,12 @@ async def meet_teacher(client: EngineClient, tokenizer: Tokenizer, vocab_size: i
         if isinstance(limit, int) and longest >= limit:
             raise EngineError(
                 client.name, f"at most {limit - 1} tokens",
-                f"the teacher must score sequences of {longest} tokens and more",
+                f"the teacher must score sequences of {longest} tokens",
                 "start it with a longer context, or lower rollout.max_response_tokens or rollout.max_total_tokens",
             )  # fmt: skip
         scores = await client.score(ScoreRequest(f"handshake-{client.name}-{secrets.token_hex(8)}", _PROBE))
         if not (np.count_nonzero(scores) and scores[0] == 0):
-            raise client.error("scores", f"{len(_PROBE)} tokens were scored as {scores.tolist()}")
+            raise client.error("scores", f"{len(_PROBE)} tokens have invalid scores: {scores.tolist()}")
 
 
 def embedding_rows(checkpoint: Path) -> int | None:
@@ -321,5 +321,5 @@ async def _compare_tokenizers(client: EngineClient, tokenizer: Tokenizer) -> Non
             client.name,
             "its tokenizer",
             f"a teacher needs the student's tokenizer, but {different}",
-            "serve a teacher of the student's family, with its tokenizer",
+            "use a teacher of the student's family, with its tokenizer",
         )

@@ -110,7 +110,7 @@ def main(argv: list[str]) -> None:
     try:
         run_server(settings)
     except KeyboardInterrupt:
-        print("ended as asked", flush=True)
+        print("stopped on request", flush=True)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

@@ -63,10 +63,10 @@ class PairClient(EngineClient):
     """Client of both servers of a pair. Its URL, name and log are the decode server's; see `client_of`."""
 
     def prefills(self, address: EngineAddress) -> None:
-        assert address.prefill is not None and address.prefill.bootstrap_port, "one server is no pair"
+        assert address.prefill is not None and address.prefill.bootstrap_port, "a pair has two servers"
         self._prefill = client_of(address.prefill, self.deadlines, self.model)
         self._decode = client_of(replace(address, prefill=None), self.deadlines, self.model)
-        self._meeting = {
+        self._bootstrap = {
             "bootstrap_host": urlsplit(address.prefill.url).hostname, "bootstrap_port": address.prefill.bootstrap_port,
         }  # fmt: skip
 
@@ -92,7 +92,7 @@ class PairClient(EngineClient):
 
     async def score(self, request: ScoreRequest) -> NDArray[np.float32]:
         """Not supported: teachers are never pairs."""
-        raise self.error("score", "a pair of servers generates")
+        raise self.error("score", "not supported by a pair of servers")
 
     async def probe(self, request: ProbeRequest) -> ProbeScores:
         assert self.model is not None, "a probe needs a client with the model"
@@ -118,8 +118,8 @@ class PairClient(EngineClient):
         Args:
             of_prompt: additional fields for the prefill server.
         """
-        meeting, limit = self._meeting | {"bootstrap_room": secrets.randbits(62)}, answer_limit(request, self.model)
-        bodies = request.payload() | (of_prompt or {}) | meeting, _after_prompt(request).payload() | meeting
+        bootstrap, limit = self._bootstrap | {"bootstrap_room": secrets.randbits(62)}, answer_limit(request, self.model)
+        bodies = request.payload() | (of_prompt or {}) | bootstrap, _after_prompt(request).payload() | bootstrap
         return await _together(
             *(
                 server._call("POST", "/generate", body, limit_s, limit)
@@ -141,14 +141,14 @@ class PairClient(EngineClient):
             return result
         if not len(prompt.output_ids):
             assert result.finish == "abort", (
-                f"the half that prefills has no token, and the other ends by {result.finish}"
+                f"the prefill server returned no token, but the decode server finished by {result.finish}"
             )
             return replace(
                 result, output_ids=result.output_ids[:0], log_probs=result.log_probs[:0], versions=(), routes=None,
                 supports=None if result.supports is None else prompt.supports,
             )  # fmt: skip
         prefilled, had = (prompt.output_ids[0], prompt.versions[0][0]), (result.output_ids[0], result.versions[0][0])
-        assert prefilled == had, f"the halves do not agree on the first token and its version: {prefilled} and {had}"
+        assert prefilled == had, f"the servers disagree on the first token and its version: {prefilled} and {had}"
         routes = [part for part in (prompt.routes, result.routes) if part is not None]
         routes = np.concatenate(routes) if routes else None
         return replace(result, routes=routes, cached_tokens=prompt.cached_tokens)

@@ -23,7 +23,7 @@ from mslime.engine_plugin.wire import CANNOT, OWN_LOADER, RECORDED, parse_sum
 
 _T = TypeVar("_T")
 CLOSE_SECONDS = 10.0
-NO_PLUG_IN = f"{OWN_LOADER}the server has no plug-in of mslime"
+NO_PLUG_IN = f"{OWN_LOADER}the server lacks mslime's plug-in"
 WITHOUT_PLUG_IN = "the server was started without mslime's plug-in"
 USE_PLUG_IN = (
     "set weights.transport: broadcast, or start the server with mslime/engine_plugin/path_entry on its PYTHONPATH"
@@ -64,12 +64,12 @@ class SGLangPort:
             sizes = {name: int(info[name]) for name in ("tp_size", "pp_size", "dp_size")}
             machines = int(info.get("nnodes", 1))
         except MALFORMED as error:
-            raise sync_error("connect", engine.url, f"the engine does not describe itself: {error!r}") from error
+            raise sync_error("connect", engine.url, f"the engine's description is invalid: {error!r}") from error
         for name in ("pp_size", "dp_size"):
             if sizes[name] != 1:
                 raise sync_error(
                     "connect", engine.url,
-                    f"{name} = {sizes[name]}; weights can be sent to engines with {name} 1 only",
+                    f"{name} = {sizes[name]}; weights can only be sent to engines with {name} 1",
                     "start more engines instead",
                 )  # fmt: skip
         drafts = info.get("speculative_algorithm") is not None
@@ -80,7 +80,7 @@ class SGLangPort:
     ) -> Future[wire.Answer | wire.Loaded]:
         """See `EnginePort`. Raises WeightSyncError with the plug-in's message if the request fails."""
 
-        async def asked() -> wire.Answer | wire.Loaded:
+        async def exchange() -> wire.Answer | wire.Loaded:
             client = self._client(engine.endpoint)
             match request:
                 case wire.JoinGroup() as r:
@@ -101,7 +101,7 @@ class SGLangPort:
                 raise sync_error("transport", engine.url, reply.why_not, hint)
             return reply
 
-        return self._submit(asked(), _PHASES.get(type(request), "connect"), engine.url)
+        return self._submit(exchange(), _PHASES.get(type(request), "connect"), engine.url)
 
     def load(self, engine: EngineInfo, update: bytes) -> Future[wire.Loaded]:
         """See `EnginePort`. Each new report of an engine's loading is logged once."""
@@ -114,7 +114,7 @@ class SGLangPort:
                 if wire.REFUSED not in error.rule:
                     raise
                 raise ChangesRefused("weights.send", engine.url, error.rule, "send the whole bucket") from error
-            with client.reading("what it loaded"):
+            with client.reading("loading report"):
                 found = wire.decode(message)
             reply = found if isinstance(found, wire.Loaded) else wire.Loaded(message)
             self._note(engine, reply.how)
@@ -207,9 +207,9 @@ def compare(where: str, reported: Sequence[Sums], expected: Sums) -> int:
         name, fault = next(iter(wrong.items()))
         raise sync_error(
             "check", f"{where}: {name}",
-            f"{fault}; so it is with {len(wrong)} of {len(comparable)} tensors",
-            "if the run's first sync was equal and this is its second, set weights.loader: model; else send weights "
-            "another way (weights.transport)",
+            f"{fault}; {len(wrong)} of {len(comparable)} tensors differ",
+            "if the run's first sync was equal and this is its second, set weights.loader: model; else use another "
+            "weights.transport",
         )  # fmt: skip
     return len(comparable)
 
@@ -221,15 +221,15 @@ def _fault(name: str, ranks: Sequence[Sums], want: str) -> str:
         report = rank.get(name, "")
         numbers = parse_sum(report)
         if numbers is None:
-            return f"of rank {number}, {report}" if report else f"rank {number} did not load it"
+            return f"rank {number}: {report}" if report else f"rank {number} did not load it"
         total, places = numbers
         first, before = by_places.setdefault(places, (number, total))
         if total != before:
-            return f"rank {number} holds something else than rank {first} in the same places"
+            return f"rank {number} has other values than rank {first} in the same places"
     whole_total, whole_places = map(int, want.split())
     if _added(by_places) != whole_places:
-        return "the engine does not hold all of it"
-    return "" if _added(total for _, total in by_places.values()) == whole_total else "the engine holds something else"
+        return "the engine does not have all of it"
+    return "" if _added(total for _, total in by_places.values()) == whole_total else "the engine has other values"
 
 
 def _added(numbers: Iterable[int]) -> int:

@@ -53,7 +53,7 @@ _PHASES = (
     ("", "starting"),
     ("server_args=", "starting its processes"),
     ("Load weight begin", "loading weights"),
-    ("Load weight end", "making room for the cache"),
+    ("Load weight end", "allocating the cache"),
     ("CUDA graph begin", "capturing CUDA graphs"),
     ("max_total_num_tokens=", "opening its port"),
     ("Uvicorn running", "warming up"),
@@ -95,14 +95,14 @@ def attach(url: str, index: int, role: Role = "engine", keys: EngineKeys = NO_KE
     """The address of an externally started server. Raises EngineError if the URL is invalid."""
     if not url.startswith(("http://", "https://")):
         field = "teacher.urls" if role == "teacher" else "sglang.urls"
-        raise EngineError(field, url, "is not the URL of a server", "write http://host:port")
+        raise EngineError(field, url, "is not the URL of a server", "use the form http://host:port")
     return EngineAddress(f"{role}{index}", url.rstrip("/"), keys=keys)
 
 
 class OtherMachine(Protocol):
     """Another host of a server that spans several. Calls may cross the network."""
 
-    def launch(self, meeting: str) -> None:
+    def launch(self, rendezvous: str) -> None:
         """Start its part of the server, whose part 0 waits at `host:port`. Raises EngineError."""
         ...
 
@@ -131,11 +131,11 @@ class ServerPart:
         self.log_path = Path(log_dir) / f"{self._name}.log"
         self._process: SupervisedProcess | None = None
 
-    def launch(self, meeting: str) -> None:
+    def launch(self, rendezvous: str) -> None:
         """Start it, replacing an earlier one."""
         self.stop()
         fields = server_fields(
-            self._spec, self._index, self._host, free_port(self._host), None, self._routes, (self._rank, meeting)
+            self._spec, self._index, self._host, free_port(self._host), None, self._routes, (self._rank, rendezvous)
         )
         env = _environment(self._spec, self._keys, self._gpus)
         self._process = SupervisedProcess(self._name, command_line(fields), env, self.log_path)
@@ -221,8 +221,8 @@ class ServerProcess:
     def phase(self) -> str:
         """Phase of a starting server and its duration, for example `loading weights, 20 s`."""
         log = self._process.log_text() if self._process is not None else ""
-        doing = next(words for sign, words in reversed(_PHASES) if sign in log)
-        return f"{doing}, {time.monotonic() - self._started:.0f} s"
+        current = next(phase for marker, phase in reversed(_PHASES) if marker in log)
+        return f"{current}, {time.monotonic() - self._started:.0f} s"
 
     def poll(self) -> int | None:
         """None while the server runs, else its exit status."""
@@ -251,15 +251,15 @@ class ServerProcess:
             other.stop()
 
     def _launch(self, port: int, identity: str, bootstrap_port: int) -> SupervisedProcess:
-        meeting = f"{self.host}:{free_port(self.host)}"
+        rendezvous = f"{self.host}:{free_port(self.host)}"
         fields = server_fields(
             self.spec, self.index, self.host, port, identity, self.routes,
-            (0, meeting) if self._others else None, self._half, bootstrap_port,
+            (0, rendezvous) if self._others else None, self._half, bootstrap_port,
         )  # fmt: skip
         env = _environment(self.spec, self.keys, self.gpus)
         self._process = SupervisedProcess(self.name, command_line(fields), env, self.log_path)
         for other in self._others:
-            other.launch(meeting)
+            other.launch(rendezvous)
         return self._process
 
     def _wait_ready(self, process: SupervisedProcess, address: EngineAddress) -> bool:
@@ -305,7 +305,7 @@ class ServerProcess:
             self.name,
             f"{self.host}:{port}",
             f"another process listens on this port{tried}",
-            "end that process, or let mslime pick a free port",
+            "stop that process, or let mslime pick a free port",
         )
 
 
@@ -321,8 +321,8 @@ def _environment(spec: ServerSpec, keys: EngineKeys, gpus: Sequence[str] | None 
 async def _ready_as(address: EngineAddress) -> tuple[bool, str | None]:
     """Whether a server answers there (503 during warm-up), and the name under which it serves its model; None if it
     denies access."""
-    asked = DeadlineConfig(engine_control_s=READY_ANSWER_S)  # another process with our port may not answer at all
-    async with EngineClient(address.url, address.name, asked, keys=address.keys) as client:
+    limits = DeadlineConfig(engine_control_s=READY_ANSWER_S)  # another process with our port may not answer at all
+    async with EngineClient(address.url, address.name, limits, keys=address.keys) as client:
         if not await client.ready():
             return False, None
         try:
@@ -421,7 +421,7 @@ class SupervisedProcess:
         return EngineError(
             self.name,
             f"exit status {self.poll()}",
-            f"the server ended while the run needs it; the end of its log:\n{log_tail(self.log_path)}",
+            f"the server exited while the run needs it; the end of its log:\n{log_tail(self.log_path)}",
             f"read {self.log_path}",
         )
 

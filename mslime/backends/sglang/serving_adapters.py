@@ -182,7 +182,7 @@ class ServingAdapters:
             try:
                 await self._unload(adapter.name)
             except EngineError as error:  # it only uses memory: SGLang unloads the oldest by itself
-                _log.warning("%s is not unloaded: %s", adapter.name, error.brief)
+                _log.warning("%s could not be unloaded: %s", adapter.name, error.brief)
 
         task = asyncio.create_task(unload(), name=f"unload {adapter.name}")
         self._unloading.add(task)
@@ -218,7 +218,7 @@ async def load_version(
         oldest = loaded[0]
         requests = partial(client.adapters.requests_of, oldest)
         if not await _stopped(client, requests, client.deadlines.engine_control_s):
-            raise client.error("/abort_request", f"requests with {oldest.name} were not stopped in time")
+            raise client.error("/abort_request", f"requests with {oldest.name} did not stop in time")
     await client.adapters.settled()
     joins = not client.adapters.newest
     if joins:

@@ -162,7 +162,7 @@ def test_another_version_of_the_package_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "checkpoint_engine", SimpleNamespace(__version__="0.4.3"))
     transport = CheckpointEngineTransport(link_of())
     transport.connect([EngineInfo("http://127.0.0.1:1", 2)])
-    with pytest.raises(WeightSyncError, match=rf"0\.4\.3 is installed, and {VERSION} was read"):
+    with pytest.raises(WeightSyncError, match=rf"0\.4\.3 is installed; required is {VERSION}"):
         transport.offer()
 
 

@@ -73,7 +73,7 @@ def hidden_log_probs(
     columns = min(max(vocab_size - vocab_start, 0), weight.shape[0])
     shard = VocabShard(vocab_start, columns, temperature, chunk, tp_group, is_fused(way, hidden))
     width = block_columns(columns, hidden.shape[0] * hidden.element_size(), most_bytes)
-    log_probs, entropy = _BlockedLogProbs.apply(hidden, weight, labels, _Asked(shard, width, support, with_entropy))
+    log_probs, entropy = _BlockedLogProbs.apply(hidden, weight, labels, _Options(shard, width, support, with_entropy))
     return LogProbs(log_probs, entropy)
 
 
@@ -85,7 +85,7 @@ def block_columns(columns: int, column_bytes: int, most_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Options:
     """Non-tensor arguments of the two passes: columns, block width, requested outputs."""
 
     shard: VocabShard
@@ -105,27 +105,27 @@ class _BlockedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, asked: _Asked
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: _Options
     ) -> tuple[Tensor, Tensor | None]:
-        shard, support = asked.shard, asked.support
+        shard, support = options.shard, options.support
         largest = hidden.new_full((hidden.shape[0],), -torch.inf, dtype=torch.float32)
         sums = ShardSums(largest, *hidden.new_zeros((3, hidden.shape[0]), dtype=torch.float32))
         x = None if support is None else torch.full(support.ids.shape, -torch.inf, device=hidden.device)
         logits = None
-        for rows, block in reversed(list(asked.blocks())):  # last is block 0, of full width: backward reuses it
+        for rows, block in reversed(list(options.blocks())):  # last is block 0, of full width: backward reuses it
             logits = None  # free it before the next one is made
             logits = hidden @ weight[rows].t()
             column, ours = block.local(labels)
-            part = dense_way(shard).row_sums(logits, column, block, with_entropy=asked.with_entropy)
+            part = dense_way(shard).row_sums(logits, column, block, with_entropy=options.with_entropy)
             sums.absorb(part, ours, shard.temperature)
             if support is not None and x is not None:
                 x = torch.maximum(x, support.read(logits, block))
         if support is not None and x is not None:
             support.replace(sums, x, shard)
         _, ours = shard.local(labels)
-        log_probs, softmax = softmax_of(sums, ours, shard, with_entropy=asked.with_entropy)
+        log_probs, softmax = softmax_of(sums, ours, shard, with_entropy=options.with_entropy)
         ctx.save_for_backward(hidden, weight, labels, softmax.top, softmax.log_total, softmax.entropy, x)
-        ctx.asked, ctx.last_logits = asked, logits
+        ctx.options, ctx.last_logits = options, logits
         ctx.set_materialize_grads(False)
         return log_probs, softmax.entropy
 
@@ -133,24 +133,24 @@ class _BlockedLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """The gradient of a block's logits (`_VocabParallelLogProbs.backward`), and through its product."""
         hidden, weight, labels, top, log_total, entropy, x = ctx.saved_tensors
-        asked: _Asked = ctx.asked
+        options: _Options = ctx.options
         logits, ctx.last_logits = ctx.last_logits, None  # a second backward pass recomputes it
         upstream, softmax = Gradients(*grads), Softmax(top, log_total, entropy)
         if upstream.log_probs is None and upstream.entropy is None:
             return (None,) * 4
         sparse = None
-        if asked.support is not None:
-            sparse = asked.support.gradient(x, labels, softmax, upstream, asked.shard)
-            dense = asked.support.is_unrestricted()
+        if options.support is not None:
+            sparse = options.support.gradient(x, labels, softmax, upstream, options.shard)
+            dense = options.support.is_unrestricted()
             softmax, upstream = softmax.only(dense), upstream.only(dense)
         of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        for rows, block in asked.blocks():
+        for rows, block in options.blocks():
             if logits is None:
                 logits = hidden @ weight[rows].t()
             column, ours = block.local(labels)
             column.masked_fill_(~ours, -1)
-            dense_way(asked.shard).write_gradient(logits, logits, column, softmax, upstream, block)
+            dense_way(options.shard).write_gradient(logits, logits, column, softmax, upstream, block)
             if sparse is not None:
                 sparse.add_to(logits, block)
             if of_weight is not None:
@@ -161,7 +161,7 @@ class _BlockedLogProbs(torch.autograd.Function):
                 of_hidden += logits @ weight[rows]
             logits = None
         if of_weight is not None:
-            of_weight[asked.shard.columns :] = 0
+            of_weight[options.shard.columns :] = 0
             # Mark it as the weight's whole gradient for megatron-core. With `gradient_accumulation_fusion` its own
             # linear layer, which makes the logits of smaller micro-batches, adds to the gradient buffer itself and
             # marks the weight; the wrapper then treats the returned gradient as a dummy.

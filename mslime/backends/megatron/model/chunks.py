@@ -60,13 +60,13 @@ def block_spec(
         return with_gated_delta_net(spec, config, vp_stage, in_proj, out_proj) if has_delta_nets else spec
     if importlib.util.find_spec("transformer_engine") is None:
         raise TrainerError(
-            "transformer-engine", None, "training on GPUs uses its layers",
+            "transformer-engine", None, "missing: training on GPUs needs its layers",
             "install mslime with `bash scripts/install.sh --gpu`, or use the image",
         )  # fmt: skip
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     if has_delta_nets and importlib.util.find_spec("fla") is None:
         raise TrainerError(
-            "flash-linear-attention", None, "gated delta-net layers use its kernels",
+            "flash-linear-attention", None, "missing: gated delta-net layers need its kernels",
             "install mslime with `bash scripts/install.sh --gpu`, or `pip install flash-linear-attention`",
         )  # fmt: skip
     from megatron.core.extensions.transformer_engine import (
@@ -305,10 +305,10 @@ def _not_finite(rule: BoundRule, checkpoint: HFCheckpoint) -> CheckpointError:
             wrong = f"{int((~tensor.isfinite()).sum()):,} of {tensor.numel():,} values"
             break
     else:
-        raise AssertionError(f"{rule.name} is not finite, and the tensors that it is made of are")
+        raise AssertionError(f"{rule.name} is not finite, but its source tensors are")
     return CheckpointError(
-        f"{checkpoint.directory / checkpoint.info[name].file}: {name}", wrong, "are NaN or infinite, so nothing can be "
-        "computed with this model", "download the file again, or start from an earlier checkpoint of the run that "
+        f"{checkpoint.directory / checkpoint.info[name].file}: {name}", wrong, "are NaN or infinite, so the model "
+        "cannot be used", "download the file again, or start from an earlier checkpoint of the run that "
         "wrote it",
     )  # fmt: skip
 

@@ -424,5 +424,5 @@ def check_same_adapters(directory: Path, lora: LoraConfig) -> None:
         raise CheckpointError(
             f"{directory}: lora", saved or "none",
             f"it was saved with these adapters, and the run has {wanted or 'none'}",
-            "set the section lora to what it was, or start from an exported adapter with lora.init",
+            "restore the section lora, or start from an exported adapter with lora.init",
         )  # fmt: skip

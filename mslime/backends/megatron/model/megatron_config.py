@@ -65,7 +65,7 @@ def device_of(device: Device, rank: int) -> torch.device:
     """
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
-        raise ConfigError("cluster.device", "cuda", "torch sees no GPU on this machine", "use auto or cpu")
+        raise ConfigError("cluster.device", "cuda", "torch finds no GPU on this machine", "use auto or cpu")
     if device == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", rank % torch.cuda.device_count())
@@ -193,8 +193,8 @@ def _construct(kind: type[T], values: Mapping[str, Any], extra: Mapping[str, Any
         return kind(**{**values, **further})
     except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:
         raise ConfigError(
-            "megatron", further, f"megatron-core's {kind.__name__} refuses these settings: {error}",
-            "change the field that the message names",
+            "megatron", further, f"megatron-core's {kind.__name__} rejects these settings: {error}",
+            "change the field named in the message",
         ) from error  # fmt: skip
 
 

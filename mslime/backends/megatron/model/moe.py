@@ -133,7 +133,7 @@ def use_own_routers(block: TransformerBlockSubmodules, config: TransformerConfig
     }
     if within_groups and (name := next((name for name, is_set in unused.items() if is_set), None)):
         raise ConfigError(
-            f"megatron.{name}", "set", "the router of DeepSeek-V2 with limited groups is mslime's own, without it",
+            f"megatron.{name}", "set", "not supported by mslime's router for DeepSeek-V2 with limited groups",
             "remove it",
         )  # fmt: skip
     if not within_groups and not excludes_padding(config):

@@ -89,20 +89,20 @@ def check_routes(shard: TrainShard, num_experts: int, top_k: int) -> None:
     if len(missing):
         raise EngineError(
             "routes", f"{len(missing)} trained tokens without a route, the first in {_place(shard, int(missing[0]))}",
-            "with train.replay = r3 the engine reports the experts of every token that is trained on",
+            "train.replay: r3 needs the experts of every trained token",
             "start the engine with enable_return_routed_experts, or set train.replay to r2 or off",
         )  # fmt: skip
     largest, row = _largest_and_first_repeated(routes)
     if routes.experts.shape[-1] != top_k or largest >= num_experts:
         raise EngineError(
             "routes", f"top-{routes.experts.shape[-1]} of experts up to {largest}",
-            f"the trained model routes to {top_k} of {num_experts} experts", "serve the checkpoint that is trained",
+            f"the trained model routes to {top_k} of {num_experts} experts", "serve the trained checkpoint",
         )  # fmt: skip
     if row is not None:
         raise EngineError(
             "routes", f"{routes.experts[row].tolist()} at {_place(shard, row)}",
             "the experts of one token and layer are distinct (an all-zero row means that the engine did not fill it)",
-            "turn off what drops captured routes in the engine (pipeline stages, external prefix caches)",
+            "turn off engine features that drop captured routes (pipeline stages, external prefix caches)",
         )  # fmt: skip
 
 

@@ -284,7 +284,7 @@ class RoutingReplay:
             dist.all_reduce(by_layer, group=group)
             dist.all_reduce(totals, group=group)
         rows, scored, covered, too_old, fingerprint, due = totals.tolist()
-        assert covered + too_old == scored, f"{scored} rows are scored, {covered} replayed and {too_old} too old for it"
+        assert covered + too_old == scored, f"{scored} rows are scored, {covered} replayed and {too_old} too old"
         assert expected is None or fingerprint == due, (
             "the routes consumed are not those of the step, each exactly once"
         )
@@ -306,11 +306,11 @@ def refuse_bypass(config: TransformerConfig) -> None:
     """
     bypasses: list[tuple[str, object, bool, str]] = [
         ("moe_enable_routing_replay", config.moe_enable_routing_replay, not config.moe_enable_routing_replay,
-         "routers have a replay slot only when it is on"),
+         "routers have a replay slot only if it is on"),
         ("moe_router_fusion", config.moe_router_fusion, bool(config.moe_router_fusion),
          "the fused router kernel computes its own top-k and ignores the replay"),
         ("moe_router_load_balancing_type", config.moe_router_load_balancing_type,
-         "sinkhorn" in config.moe_router_load_balancing_type, "sinkhorn assigns experts without asking the replay"),
+         "sinkhorn" in config.moe_router_load_balancing_type, "sinkhorn bypasses the replay"),
         ("moe_expert_capacity_factor", config.moe_expert_capacity_factor, config.moe_expert_capacity_factor is not None,
          "a capacity drops replayed experts from tokens"),
         ("moe_router_force_load_balancing", config.moe_router_force_load_balancing,
@@ -319,7 +319,7 @@ def refuse_bypass(config: TransformerConfig) -> None:
          "a captured graph replays the routes of its capture"),
         ("sequence_parallel", config.sequence_parallel,
          config.tensor_model_parallel_size > 1 and not config.sequence_parallel,
-         "with tensor parallelism each rank routes its own rows only when sequence parallelism is on"),
+         "with tensor parallelism each rank routes its own rows only if sequence parallelism is on"),
         ("mtp_num_layers", config.mtp_num_layers, bool(config.mtp_num_layers),
          "the engine reports no routes for multi-token-prediction layers"),
     ]  # fmt: skip
@@ -328,7 +328,7 @@ def refuse_bypass(config: TransformerConfig) -> None:
             raise ConfigError(
                 f"megatron.{name}",
                 value,
-                f"routing replay needs it otherwise: {why}",
+                f"not supported with routing replay: {why}",
                 "change it, or set train.replay to off",
             )
 
@@ -342,7 +342,8 @@ def _attach(chunk: nn.Module) -> Iterator[LayerReplay]:
         router = layer.mlp.router
         if not isinstance(router, TopKRouter) or router.router_replay is None:
             raise ConfigError(
-                "train.replay", type(router).__name__, f"the router of layer {layer.layer_number - 1} cannot replay",
+                "train.replay", type(router).__name__,
+                f"the router of layer {layer.layer_number - 1} does not support replay",
                 "use megatron-core's TopKRouter, or set train.replay to off",
             )  # fmt: skip
         router.router_replay = LayerReplay(layer.layer_number - 1, router.router_replay)

@@ -61,7 +61,7 @@ class AdapterTrainers:
             CheckpointError: the adapter to start from is of another model, rank, scale or targets.
         """
         if name in self._trainers:
-            raise ConfigError("adapters.name", name, "another adapter has it", "give each adapter another name")
+            raise ConfigError("adapters.name", name, "already in use", "give each adapter another name")
         self._check(name, spec)
         trainer = MegatronTrainer.on(self.base, spec)
         trainer.take_out()
@@ -97,22 +97,20 @@ class AdapterTrainers:
     def _of(self, name: str) -> MegatronTrainer:
         if name not in self._trainers:
             raise ConfigError(
-                "adapters.name", name, f"there are {', '.join(self._trainers) or 'none'}", "name one of them"
+                "adapters.name", name, f"unknown; there are {', '.join(self._trainers) or 'none'}", "use one of them"
             )
         return self._trainers[name]
 
     def _check(self, name: str, spec: PolicySpec) -> None:
         if not spec.lora.on:
-            raise ConfigError(f"adapters.{name}.lora.rank", 0, "must be above 0", "set it, 8 or 16 are usual")
+            raise ConfigError(f"adapters.{name}.lora.rank", 0, "must be above 0", "set it; 8 and 16 are common")
         for field in SHARED:
             own, shared = attrgetter(field)(spec), attrgetter(field)(self.base.spec)
             if own != shared:
-                raise ConfigError(
-                    f"adapters.{name}: {field}", str(own), f"all adapters share the base's, {shared}", "remove it"
-                )
+                raise ConfigError(f"adapters.{name}: {field}", str(own), f"must be the base's, {shared}", "remove it")
         if spec.reference not in (None, spec.checkpoint, self.base.spec.reference):
             raise ConfigError(
-                f"adapters.{name}: model.reference_path", str(spec.reference), "the base holds no such weights",
+                f"adapters.{name}: model.reference_path", str(spec.reference), "the base does not have these weights",
                 "use the base, or one reference for all adapters",
             )  # fmt: skip
 

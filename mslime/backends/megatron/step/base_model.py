@@ -126,7 +126,7 @@ class Base:
         self.spec, self.device, self.hf_config = spec, device_of(spec.device, rank), read_hf_config(spec.checkpoint)
         self.model = model = get_family(self.hf_config).model_fields(self.hf_config)
         self.transformer = transformer_config(spec, self.hf_config, self.device)
-        with phase(_log, f"meeting the other ranks, {world_size} in all"):
+        with phase(_log, f"connecting to the other ranks, {world_size} in total"):
             start_process_groups(spec, rank, world_size, init_method, self.device)
         with phase(_log, "building the model"):
             self.chunks = chunks = build_chunks(self.transformer, model, self.device, adapters=spec.lora.on)

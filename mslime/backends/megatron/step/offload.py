@@ -89,7 +89,7 @@ class FileStore:
             except OSError as error:
                 raise TrainerError(
                     "cluster.offload_directory", str(self._directory), f"state cannot be offloaded there: {error}",
-                    "make room, name another directory, or set cluster.offload_to: memory",
+                    "free space, choose another directory, or set cluster.offload_to: memory",
                 ) from error  # fmt: skip
 
     def read(self, at: int, flat: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ class FileStore:
             view = memoryview(_bytes_of(host))
             while view:
                 read = os.preadv(self._file.fileno(), [view], at + start + host.numel() - len(view))
-                assert read, "the file ends before what was written"
+                assert read, "the file was truncated"
                 view = view[read:]
             if host is not part:
                 part.copy_(host)

@@ -42,7 +42,7 @@ def over_all_ranks(statistics: LossStatistics, group: dist.ProcessGroup | None =
     return statistics
 
 
-def refuse_not_finite(what: str, value: float, step: int, own: float, rank: int, device: torch.device) -> None:
+def refuse_not_finite(quantity: str, value: float, step: int, own: float, rank: int, device: torch.device) -> None:
     """Stop every rank if a number of the step is NaN or infinite. A collective only in that case.
 
     Args:
@@ -59,8 +59,8 @@ def refuse_not_finite(what: str, value: float, step: int, own: float, rank: int,
     culprit = int(first)
     where = f"on rank {culprit}" if culprit < dist.get_world_size() else "although every rank's share is finite"
     raise TrainerError(
-        what, value, f"optimizer step {step}: it became {value} {where}",
-        "resume from the last checkpoint with a lower train.lr, and look at that step's samples and mismatch metrics",
+        quantity, value, f"not finite in optimizer step {step}, {where}",
+        "resume from the last checkpoint with a lower train.lr, and inspect that step's samples and mismatch metrics",
     )  # fmt: skip
 
 

@@ -78,7 +78,7 @@ class TrainedModel:
         """
         if self._has_gradients and "gradients" not in parts:
             raise TrainerError(
-                "memory", f"after step {self.step}", "gradients would be lost that no optimizer step has taken",
+                "memory", f"after step {self.step}", "gradients not yet used by an optimizer step would be lost",
                 "take the step first, or discard them",
             )  # fmt: skip
         if "weights" in self._state.here and "weights" not in parts:
@@ -193,7 +193,7 @@ class TrainedModel:
         """
         if not self._has_gradients:
             raise TrainerError(
-                "optimizer step", f"after step {self.step}", "there are no gradients since the last one",
+                "optimizer step", f"after step {self.step}", "there are no gradients since the last step",
                 "run forward and backward first",
             )  # fmt: skip
         self._has_gradients = False
