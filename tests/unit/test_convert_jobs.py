@@ -74,7 +74,7 @@ def test_a_kill_leaves_nothing_under_the_final_name_and_the_next_run_goes_on(
     os.kill(first.pid if victim == "the whole conversion" else children[0].pid, signal.SIGKILL)
     _, said = first.communicate(timeout=60)
     if victim == "a worker":
-        assert first.returncode == 2 and "ended before its work did" in said and "same command again" in said
+        assert first.returncode == 2 and "ended during its work" in said and "same command again" in said
     wait_for(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children))
     assert not out.exists() and finished(out) < 400, "killed in the middle"
     kept = finished(out)

@@ -185,7 +185,7 @@ def test_check_shows_the_first_prompt_as_the_model_sees_it_with_counts(
 
 @pytest.mark.parametrize(("template", "said"), [
     (None, "no chat template"),
-    ("{% for m in messages %}<{{ m['role'] }}>{% endfor %}", "does not write the user's text"),
+    ("{% for m in messages %}<{{ m['role'] }}>{% endfor %}", "omits the user's text"),
     ("{{ messages[0]['content'] + 3 }}", "cannot render"), ("{{ messages[0].nope.nope }}", "cannot render"),
     ("{{ raise_exception('only system') }}", "only system"),
 ])  # fmt: skip

@@ -54,12 +54,12 @@ PAIRED = {"pairs": "mooncake"}
 @pytest.mark.parametrize(
     ("sections", "told"),
     [
-        ({"sglang": PAIRED | {"urls": ["http://a:1"]}}, "sglang.pairs = .*mslime pairs what it starts"),
+        ({"sglang": PAIRED | {"urls": ["http://a:1"]}}, "sglang.pairs = .*mslime pairs only"),
         ({"sglang": PAIRED | {"tp_size": 2, "nnodes": 2}}, "sglang.nnodes = 2: each half of a pair lies on one"),
-        ({"sglang": PAIRED, "rollout": {"pause_mode": "in_place"}}, "rollout.pause_mode = .*prefilled by one version"),
-        ({"sglang": PAIRED, "rollout": {"pause_mode": "retract"}}, "rollout.pause_mode = .*prefilled by one version"),
+        ({"sglang": PAIRED, "rollout": {"pause_mode": "in_place"}}, "rollout.pause_mode = .*prefilled by one weight version"),
+        ({"sglang": PAIRED, "rollout": {"pause_mode": "retract"}}, "rollout.pause_mode = .*prefilled by one weight version"),
         ({"sglang": PAIRED, "cluster": {"placement": "colocated"}, "weights": {"transport": "shm"}},
-         "tested with a pair"),
+         "tested with pairs"),
         ({"sglang": PAIRED, "lora": {"rank": 4, "sync": "adapter"}}, "sglang.pairs = .*lora.sync: adapter"),
         ({"sglang": PAIRED, "cluster": {"device": "cpu"}}, r"(?s)sglang.pairs = .*memory of GPUs.*mooncake_tcp"),
         ({"sglang": {"disaggregation_mode": "prefill"}}, "disaggregation_mode.*sglang.pairs"),

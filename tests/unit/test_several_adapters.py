@@ -222,7 +222,7 @@ def test_flags_change_one_adapter_or_all() -> None:
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--adapters.mathes.train.lr=1", "adapters.mathes = .*there are the adapters maths, code_v2(?s:.*)'maths'"),
+        ("--adapters.mathes.train.lr=1", "adapters.mathes = .*must name an adapter of the run .maths, code_v2.(?s:.*)'maths'"),
         ("--adapters.maths.train.lrr=1", "adapters.maths.train.lrr = 1: unknown key"),
         ("--adapters.maths=1", "adapters.maths = 1"),
         ("--adapters.maths.sglang.tp-size=2", "adapters.maths.sglang = .*belongs to the base"),
