@@ -245,7 +245,7 @@ def test_senseless_settings_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize(("setting", "value", "said"), [
     ("--rollout.dynamic-filter", "zero_varianc", "did you mean 'zero_variance'?"),
-    ("--rollout.dynamic-filter", "3", "takes: none, zero_variance or text"),
+    ("--rollout.dynamic-filter", "3", "expected: none, zero_variance or text"),
     ("--rollout.function", "single_turns", "did you mean 'single_turn'?"),
     ("--weights.transport", "shmm", "did you mean 'shm'?"),
     ("--algorithm.loss", "pp o", "module:function"),

@@ -67,9 +67,9 @@ MAPPING = "write a mapping of its settings"
     ({"data": {"eval_sets": [5]}}, "data.eval_sets.0", MAPPING),
     ({"adapters": ["x"]}, "adapters.0", MAPPING),
     (of_adapter(reward={"parts": [5]}), "adapters.two.reward.parts.0", MAPPING),
-    (of_adapter(rollout=5), "adapters.two.rollout", "name one of them, for example "
+    (of_adapter(rollout=5), "adapters.two.rollout", "set one of its settings, for example "
      "adapters.two.rollout.groups_per_step or --adapters.two.rollout.groups-per-step"),
-    (of_adapter(algorithm={"topr": "x"}), "adapters.two.algorithm.topr", "name one of them, for example "
+    (of_adapter(algorithm={"topr": "x"}), "adapters.two.algorithm.topr", "set one of its settings, for example "
      "adapters.two.algorithm.topr.level or --adapters.two.algorithm.topr.level"),
     ({"adapters": [{"weight": 1}]}, "adapters.0.name", "add it to the file\n"),
     ({"data": {"eval_sets": [{"path": "x"}]}}, "data.eval_sets.0.name", "add it to the file\n"),

@@ -281,9 +281,7 @@ def test_inspect_says_what_a_checkpoint_is(source: Path, tmp_path: Path, capsys:
     capsys.readouterr()
     assert run("inspect", tmp_path / "fp8", "--verify") == 0
     said = capsys.readouterr().out
-    assert (
-        "FP8, blocks of [128, 128]" in said and "float8_e4m3fn: 32 tensors" in said and "files match" in said
-    )
+    assert "FP8, blocks of [128, 128]" in said and "float8_e4m3fn: 32 tensors" in said and "files match" in said
     assert run("inspect", tmp_path / "megatron", "--verify") == 0
     said = capsys.readouterr().out
     assert "torch_dist, converted" in said and "Qwen3MoeForCausalLM" in said and "bfloat16" in said

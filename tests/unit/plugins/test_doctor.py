@@ -383,7 +383,9 @@ def test_every_gpu_that_is_visible_is_measured(monkeypatch: pytest.MonkeyPatch) 
     asked.clear()
     assert [each.status for each in speeds.check_collectives(node)] == ["ok", "ok"]
     assert [(words[2], words[4], words[6]) for words in asked] == [(f"cuda:{i}", f"{i}", "3") for i in range(3)]
-    assert told(speeds.check_collectives(machine({}))) == [("cannot see", "one GPU: there are no collectives to measure")]
+    assert told(speeds.check_collectives(machine({}))) == [
+        ("cannot see", "one GPU: there are no collectives to measure")
+    ]
 
 
 @pytest.mark.slow
