@@ -283,13 +283,13 @@ def _check_critic(spec: CriticSpec, ignored: Sequence[str], vocab_size: int, lon
     """
     hf_config, _ = _read_model(spec, ignored)
     critic = get_family(hf_config).model_fields(hf_config)
-    for what, has, needs in (
+    for unit, has, needs in (
         ("token ids", critic.vocab_size, vocab_size),
         ("positions", critic.max_positions, longest),
     ):
         if has < needs:
             raise ConfigError(
-                "critic.path", str(spec.checkpoint), f"this model has {has} {what}, and the policy uses up to {needs}",
+                "critic.path", str(spec.checkpoint), f"this model has {has} {unit}, but the policy uses up to {needs}",
                 "start the critic from a model of the policy's family, or remove critic.path",
             )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Checks of a user's functions for `mslime check`: rewards, environments, hooks. Each is imported, and tried if asked.
+"""Checks of a user's functions for `mslime check`: rewards, environments, hooks. Each is imported, and with --try called.
 
 A user's function runs in its own process here too: side effects of its import do no harm.
 """
@@ -228,8 +228,8 @@ async def _tried(job: EnvironmentJob, task: EnvironmentTask) -> list[str]:
                           "fix that method; step must accept any text of a model") from error  # fmt: skip
     finally:
         await pool.close()
-    same = "the same" if first == repeated else "a different one (rollouts of a prompt are compared: draw by "
-    "task.group_id)"
+    another = "a different one (rollouts of a prompt are compared: draw by task.group_id)"
+    same = "the same" if first == repeated else another
     return [
         f"reset: {_shown(first)}, and {same} for the same task",
         *(f"step({action[:SHOWN]!r}): {_summary(step)}" for action, step in zip(ACTIONS, steps, strict=False)),

@@ -21,10 +21,10 @@ CHANGING = ("starting", "joining", "leaving")
 
 def _add_arguments(parser: Any) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="outputs/NAME")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--engines", type=int, metavar="N", help="start or stop engines until mslime runs N of them")
-    what.add_argument("--attach", metavar="URL", help="add a running server (docs/fleet.md)")
-    what.add_argument("--drain", metavar="ENGINE", help="drain and remove this engine: its name or URL")
+    change = parser.add_mutually_exclusive_group()
+    change.add_argument("--engines", type=int, metavar="N", help="start or stop engines until mslime runs N of them")
+    change.add_argument("--attach", metavar="URL", help="add a running server (docs/fleet.md)")
+    change.add_argument("--drain", metavar="ENGINE", help="drain and remove this engine: its name or URL")
     parser.add_argument(
         "--key", default="", metavar="WHERE", help="with --attach: the server's key, as env:NAME or file:PATH"
     )

@@ -119,7 +119,7 @@ class SGLangConfig(EngineSection):
         default=None, gt=0, lt=1, description="Share of a GPU's memory for weights and cache; null: SGLang decides."
     )
     max_total_tokens: int | None = Field(
-        default=None, ge=1, description="Tokens in an engine's cache; null: what memory allows (65,536 on a CPU)."
+        default=None, ge=1, description="Tokens in an engine's cache; null: as many as memory allows (65,536 on a CPU)."
     )
     max_running_requests: int | None = Field(
         default=None, ge=1, description="Requests that an engine decodes at once; null: SGLang decides."

@@ -95,8 +95,9 @@ class WorkerError(TrainerError):
 
 def sync_error(phase: str, where: str, rule: str, hint: str = "") -> WeightSyncError:
     """A `WeightSyncError` of this phase; the default remedy is to check the engine's log and restart it."""
-    default = "read the engine's log, restart the engine and send again; generation must not resume before a complete "
-    "send"
+    default = (
+        "read the engine's log, restart the engine and send again; generation must not resume before a complete send"
+    )
     return WeightSyncError(f"weights.{phase}", where, rule, hint or default)
 
 

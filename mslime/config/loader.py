@@ -55,12 +55,12 @@ class _Help(argparse.Action):
     """Prints an overview, one section, or everything, and ends the process."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: Any, *_: object) -> None:
-        asked = str(values or "")
-        print(parser.format_help() if asked == "all" else _help_of(parser, asked), end="")
+        topic = str(values or "")
+        print(parser.format_help() if topic == "all" else _help_of(parser, topic), end="")
         parser.exit()
 
 
-def _help_of(parser: argparse.ArgumentParser, asked: str) -> str:
+def _help_of(parser: argparse.ArgumentParser, topic: str) -> str:
     """Help text: the command's own options and the names of the sections, or the settings of a section and its
     subsections.
 
@@ -69,23 +69,23 @@ def _help_of(parser: argparse.ArgumentParser, asked: str) -> str:
     """
     about, made = sections(), cast("Any", parser)
     formatter = made._get_formatter()
-    if not asked:
+    if not topic:
         formatter.add_usage(parser.usage, [], [])
         formatter.add_text(parser.description)
     shown = 0
     for group in made._action_groups:
         ours = group.title in about or group.title == _TOP
-        if (f"{group.title}.".startswith(f"{asked}.") and ours) if asked else not ours:
+        if (f"{group.title}.".startswith(f"{topic}.") and ours) if topic else not ours:
             formatter.start_section(group.title)
             formatter.add_text(group.description)
             formatter.add_arguments(group._group_actions)
             formatter.end_section()
             shown += 1
-    if asked and not shown:
-        raise ConfigError("--help", asked, "unknown section",
-                          nearest(asked, about) or "mslime train --help lists them")  # fmt: skip
+    if topic and not shown:
+        raise ConfigError("--help", topic, "unknown section",
+                          nearest(topic, about) or "mslime train --help lists them")  # fmt: skip
     help_text = formatter.format_help()
-    if asked:
+    if topic:
         return help_text
     names = [name for name in about if name and "." not in name]
     lines = [

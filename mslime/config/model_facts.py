@@ -116,7 +116,7 @@ def trainer_dtype(megatron: MegatronConfig, *, cpu: bool) -> str:
 
 
 def served_dtype(
-    asked: str,
+    setting: str,
     hf_config: Mapping[str, Any],
     checkpoint: Path,
     trainer: str,
@@ -131,7 +131,7 @@ def served_dtype(
       parameters (`megatron.params_dtype`, bfloat16 by default).
 
     Args:
-        asked: `sglang.dtype`, or `teacher.dtype`.
+        setting: `sglang.dtype`, or `teacher.dtype`.
         hf_config, checkpoint: config.json of the checkpoint that they start from, and its directory.
         trainer: dtype of the parameters of a trainer on a GPU (`trainer_dtype`), which sends them weights.
         cpu: whether they run on a CPU.
@@ -140,8 +140,8 @@ def served_dtype(
     Raises:
         ConfigError: `auto`, on a GPU, for a checkpoint in float16 or another dtype without training support.
     """
-    if asked != "auto":
-        return asked
+    if setting != "auto":
+        return setting
     if cpu:
         return "float32"
     named = checkpoint_dtype(hf_config)

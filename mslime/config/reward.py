@@ -209,8 +209,8 @@ def _check_parts(place: str, scoring: ScoringConfig) -> None:
     names = [p.name for p in scoring.parts]
     for i, name in enumerate(names):
         if re.fullmatch(r"[A-Za-z][\w-]*", name) is None or name in RESERVED_NAMES:
-            rule = "must consist of letters, digits, _ and -, begin with a letter, and not "
-            "be " + ", ".join(RESERVED_NAMES)
+            taken = ", ".join(RESERVED_NAMES)
+            rule = f"must consist of letters, digits, _ and -, begin with a letter, and not be {taken}"
             raise ConfigError(f"{place}.parts[{i}].name", name, rule, "it becomes the metric reward/NAME/mean")
         if names.count(name) > 1:
             raise ConfigError(f"{place}.parts[{i}].name", name, "two parts have this name", "rename one of them")

@@ -153,7 +153,7 @@ def check_hooks(hooks: HooksConfig, *, task: Task) -> None:
 
 
 class AdapterConfig(Section):
-    """One of several adapters: what differs from the run's settings, section by section."""
+    """One of several adapters: its differences from the run's settings, section by section."""
 
     name: Annotated[str, AfterValidator(directory_name)] = Field(
         description="Name of the adapter, and of its directory below the run's."
@@ -357,7 +357,7 @@ class RunConfig(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _resolve(cls, values: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        """Rules that span sections hold for every adapter's run, and for the run's own sections where there are none:
+        """Rules that span sections hold for every adapter's run, and for the run's own sections if there are none:
         values that all adapters override need not be valid."""
         config = handler(values)
         if info.context is ALONE:

@@ -55,11 +55,11 @@ def check_speed(node: Node) -> Iterator[Finding]:
         return
     found = measured([["speed", "--device", f"cuda:{gpu.index}", "--seconds", f"{seconds}"] for gpu in _usable(node)])
     known = nominal(node.gpus[0].name)
-    for name, what, unit, expected, share in (
+    for name, label, unit, expected, share in (
         ("tflops", "bfloat16 matrix products", "TFLOP/s", known and known.tflops, MATMUL),
         ("gb_per_s", "memory", "GB/s", known and known.memory, MEMORY),
     ):
-        yield from speed_findings(what, unit, [each[name] for each in found], expected, share)
+        yield from speed_findings(label, unit, [each[name] for each in found], expected, share)
 
 
 def _usable(node: Node) -> Sequence[Any]:
@@ -70,7 +70,7 @@ def _usable(node: Node) -> Sequence[Any]:
 
 
 def speed_findings(
-    what: str, unit: str, found: Sequence[float], expected: float | None, share: SpeedThresholds
+    label: str, unit: str, found: Sequence[float], expected: float | None, share: SpeedThresholds
 ) -> Iterator[Finding]:
     """Findings about one speed of all GPUs.
 
@@ -82,12 +82,12 @@ def speed_findings(
     spread = f"{middle:,.0f} {unit}" + (f", the slowest GPU {least:,.0f}" if len(found) > 1 else "")
     values = {"median": round(middle, 1), "least": round(least, 1)}
     if expected is None:
-        yield ok(f"{what}: {spread}; no reference value for this card", **values)
+        yield ok(f"{label}: {spread}; no reference value for this card", **values)
     else:
-        text = f"{what}: {spread}, {middle / expected:.0%} of {expected:,.0f}"
+        text = f"{label}: {spread}, {middle / expected:.0%} of {expected:,.0f}"
         yield judged(middle / expected, share, text, _SLOW, values)
     if least < STRAGGLER * middle:
-        yield warn(f"{what}: GPU {found.index(least)} reaches {least / middle:.0%} of the median",
+        yield warn(f"{label}: GPU {found.index(least)} reaches {least / middle:.0%} of the median",
                    "it slows down all others: check its clocks and temperature under load, or exclude it")  # fmt: skip
 
 

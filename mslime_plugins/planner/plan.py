@@ -254,7 +254,7 @@ def make_plan(
     layout, limit, serves = spec.layout, longest_sequence(config), spec.train.task == "rl"
     table.check_layout(layout)
     wire = engine_spec(config).dtype(hf_config) if serves else export_dtype(hf_config)
-    # Engines that mslime starts hold quantised what the checkpoint does.
+    # Engines that mslime starts hold the same quantised weights as the checkpoint.
     served = ServedWeights(table, wire, expected_weights(table, hf_config) if serves and not servers.urls else None)
     factors = make_adapters(table, held_adapters).table if config.syncs_adapters else None
     sync = _sync(

@@ -50,7 +50,7 @@ from mslime.convert.tensor_layouts import (
     Shape,
 )
 
-NOT_SERVED = "SGLang 0.5.23 runs gated delta-nets on CPUs with sgl-kernel only, of which there is no CPU package"
+NOT_SERVED = "SGLang 0.5.23 needs sgl-kernel for gated delta-nets on CPUs, and it has no CPU package"
 _NO_CP = "megatron-core's gated delta-net layer does not support it"
 FLOAT32_PARAMETERS = (".self_attention.A_log", ".self_attention.out_norm.weight")
 """Name endings of parameters that stay in float32 in a bfloat16 model, as in the published Qwen3.5."""
@@ -242,7 +242,7 @@ class Qwen35Moe(Family):
         renderers=("qwen3.5", "qwen3.6", "qwen3.8"),
         not_served=NOT_SERVED,
         notes=(
-            "Trained on text; what reads images is copied from the source checkpoint when exporting.",
+            "Trained on text; the vision part is copied from the source checkpoint when exporting.",
             "Qwen3.6's files, which also stack the experts of the multi-token-prediction layer, are not supported.",
             *Qwen3Next.support.notes,
         ),
