@@ -1,4 +1,4 @@
-"""Checks of a user's functions for `mslime check`: rewards, environments, hooks. Each is imported, and with --try called.
+"""Checks of a user's functions for `mslime check`: rewards, environments, hooks. Each is imported; with --try, called.
 
 A user's function runs in its own process here too: side effects of its import do no harm.
 """

@@ -326,7 +326,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         found = super().find_class(module_name, global_name) if known else None
         own = isinstance(found, type) and found.__module__ == module_name
         if found is None or (module_name in _METADATA_MODULES and not own):
-            raise pickle.UnpicklingError(f"it refers to {module_name}.{global_name}, which is not part of the format")
+            raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which is not part of the format")
         return found
 
 

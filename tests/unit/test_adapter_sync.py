@@ -70,7 +70,7 @@ def version(number: int) -> AdapterVersion:
         ({"weights": {"transport": "disk"}}, "weights.transport = 'disk'"),
         ({"sglang": {"tp_size": 2, "ep_size": 2}}, "sglang.ep_size = 2"),
         ({"sglang": {"max_loaded_loras": 9}}, "sglang.max_loaded_loras = 9: it follows"),
-        ({"sglang": {"quantization": "fp8"}}, "sglang.quantization = 'fp8': it was never run"),
+        ({"sglang": {"quantization": "fp8"}}, "sglang.quantization = 'fp8': not tested"),
         ({"cluster": {"placement": "colocated"}}, "cluster.placement = 'colocated'"),
     ],
     ids=str,
@@ -102,7 +102,7 @@ def adapters(model: str, *targets: str) -> Any:
 @pytest.mark.parametrize(
     ("model", "targets", "words"),
     [
-        ("deepseek-v3", (), "never run with adapters of DeepseekV3ForCausalLM"),
+        ("deepseek-v3", (), "not tested with adapters of DeepseekV3ForCausalLM"),
         ("qwen3-30B-A3B", ("q_proj", "o_proj"), "no adapter on q_proj without one on v_proj"),
         ("qwen3-30B-A3B", ("k_proj",), "no adapter on k_proj without one on q_proj"),
         ("qwen3-30B-A3B", ("v_proj",), "no adapter on v_proj without one on q_proj"),

@@ -195,4 +195,4 @@ def test_the_first_prompts_of_a_users_source_are_drawn_and_the_reward_is_tried_o
     status, said = check([], *source, "--data.max-prompt-tokens", "1")
     assert status == 2 and "the last 1000 prompts of examples.extending.source:Sums are longer" in said
     status, said = check([], *source, "--reward.kind", "letters")
-    assert status == 2 and "examples.extending.source:Sums:0" in said and "letters cannot grade it" in said
+    assert status == 2 and "examples.extending.source:Sums:0" in said and "letters cannot grade" in said

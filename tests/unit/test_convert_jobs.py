@@ -170,7 +170,7 @@ def test_a_bit_that_the_disk_turned_is_found_and_its_file_is_not_kept(source: Pa
         content[-1] ^= 1
         path.write_bytes(content)
 
-    with pytest.raises(CheckpointError, match=r"model-00003-of-.*safetensors: model\.layers\..*another checksum"):
+    with pytest.raises(CheckpointError, match=r"model-00003-of-.*safetensors: model\.layers\..*different checksum"):
         run_job(job(source), out, progress=Meddling("verify", turn_a_bit))
     assert not out.exists()
     again = run_job(job(source), out)

@@ -263,7 +263,7 @@ def test_only_what_may_be_a_name_on_the_hub_is_fetched_from_there(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     assert hub_download(Path("owner/name")) == (
-        "fetch it first: hf download owner/name --local-dir name", Path("name"))  # fmt: skip
+        "download it first: hf download owner/name --local-dir name", Path("name"))  # fmt: skip
     assert [hub_download(Path(p))[0] for p in ("/name", "mine/name", "name", "a/b/c")] == [""] * 4
 
 
