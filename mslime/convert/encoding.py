@@ -141,8 +141,8 @@ def _not_sent(checkpoint: HFCheckpoint, method: str, sent: str) -> CheckpointErr
 
 
 def expected_weights(table: RuleTable, hf_config: Mapping[str, object]) -> Encoded | None:
-    """Prediction of `encoded_weights` from config.json alone: the linear layers of decoder layers, without those that
-    it names as plain.
+    """Prediction of `encoded_weights` from config.json alone: the linear layers of decoder layers, except layers
+    that it declares plain.
 
     None if they are plain, or stored in a format that syncs do not write.
     """

@@ -100,7 +100,7 @@ TEACHES = {"rollout": {"temperature": 1.0}, "algorithm": {"opd_coef": 0.1}}
 
 
 @pytest.mark.parametrize(("engine", "told"), [
-    ({"tp_size": 16}, r"sglang.tp_size = 16: .*16 GPUs on its machine, and a machine has 8.*sglang.nnodes: 2"),
+    ({"tp_size": 16}, r"sglang.tp_size = 16: .*16 GPUs on its machine, but a machine has 8.*sglang.nnodes: 2"),
     ({"tp_size": 32, "nnodes": 2}, r"16 GPUs on each of its 2 machines.*sglang.nnodes: 4"),
     ({"tp_size": 16, "nnodes": 3}, r"sglang.nnodes.*16 GPUs.*equally"),
 ])  # fmt: skip

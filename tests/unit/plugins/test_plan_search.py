@@ -222,7 +222,7 @@ def test_nothing_that_fits_is_said_with_the_nearest_miss(capsys: pytest.CaptureF
     [
         ([], "needs the number of GPUs"),
         (["--gpus", "8", "--top", "0"], "must be at least 1"),
-        (["--gpus", "8", "--gpu", "NVIDIA Z1"], "name one of NVIDIA B300"),
+        (["--gpus", "8", "--gpu", "NVIDIA Z1"], "one of NVIDIA B300"),
         (["--gpus", "8", "--train.task", "sft"], "train.task: rl"),
         (["--gpus", "8", "--sglang.urls", "http://10.0.0.1:30000"], "sglang.urls"),
         (["--gpus", "8", "--algorithm.advantage", "gae"], "only layouts of policy and engines"),
