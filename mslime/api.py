@@ -152,5 +152,5 @@ def _given(settings: tuple[str, ...], sections: Mapping[str, Any]) -> dict[str, 
 
     for setting in settings:
         if "=" not in setting:
-            raise ConfigError("settings", setting, "is no NAME=VALUE", 'write "train.lr=1e-6"')
+            raise ConfigError("settings", setting, "must be NAME=VALUE", 'for example "train.lr=1e-6"')
     return merge(dict(sections), parse_flags([f"--{setting}" for setting in settings]))

@@ -34,7 +34,7 @@ def load_function(spec: str, setting: str) -> Callable[..., Any]:
     """
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
-        raise ConfigError(setting, spec, "a function is named `module:function`", "for example rewards:score")
+        raise ConfigError(setting, spec, "must be a function, `module:function`", "for example rewards:score")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything during import
@@ -42,7 +42,7 @@ def load_function(spec: str, setting: str) -> Callable[..., Any]:
             setting,
             spec,
             f"module {module_name!r} cannot be imported ({type(error).__name__}: {error})",
-            "mend it, or put its directory on PYTHONPATH",
+            "fix it, or put its directory on PYTHONPATH",
         ) from error
     function = vars(module).get(name)
     if not callable(function):
@@ -74,8 +74,8 @@ def check_parameters(function: Callable[..., Any], spec: str, setting: str, *par
         raise ConfigError(
             setting,
             spec,
-            f"it is called with {wanted}, and {name}{signature} takes no such call: {error}",
-            f"write it as def {name}{wanted}",
+            f"it is called with {wanted}, which {name}{signature} does not accept: {error}",
+            f"define it as def {name}{wanted}",
         ) from error
 
 
@@ -91,7 +91,7 @@ def calling(spec: str, setting: str, about: str = "") -> Generator[None]:
     except UserError:
         raise
     except Exception as error:  # a user's function may raise anything
-        raise ConfigError(setting, spec, raised(error, about), "mend the function") from error
+        raise ConfigError(setting, spec, raised(error, about), "fix the function") from error
 
 
 _HERE = Path(__file__).parent
@@ -112,7 +112,7 @@ def raised(error: BaseException, about: str = "") -> str:
     where = f"{place.filename}:{place.lineno}"
     if where not in _LOGGED:
         _LOGGED.add(where)
-        _log.info("the whole traceback of the first error at %s", where, exc_info=error)
+        _log.info("full traceback of the first error at %s", where, exc_info=error)
     return f"raised {type(error).__name__}: {error}{f' for {about}' if about else ''} ({where})"
 
 
@@ -135,16 +135,16 @@ def bad_metric_name(name: object) -> str | None:
     """Error in the name of a metric that a user's function returned, in words; None if it is valid."""
     if isinstance(name, str) and _METRIC_NAME.fullmatch(name) is not None:
         return None
-    return f"returned a metric named {name!r:.80}; a name is letters, digits and _ . @ + -"
+    return f"returned a metric named {name!r:.80}; a name must consist of letters, digits and _ . @ + -"
 
 
 def checked_metrics(metrics: object) -> dict[str, float] | str:
     """Metrics that a user's function returned, by name; or a description of their error."""
     if not isinstance(metrics, Mapping):
-        return f"returned metrics {metrics!r:.80}, which are not an object of names and numbers"
+        return f"returned metrics {metrics!r:.80}, which are not a mapping of names to numbers"
     given = cast("Mapping[object, object]", metrics)
     if len(given) > MOST_METRICS:
-        return f"returned {len(given)} metrics; {MOST_METRICS} are the most"
+        return f"returned {len(given)} metrics; at most {MOST_METRICS} are allowed"
     found: dict[str, float] = {}
     for name, number in given.items():
         if (wrong := bad_metric_name(name)) is not None:

@@ -36,8 +36,8 @@ class LineFormatter(logging.Formatter):
         """The line, with a traceback if the record has one, and without secrets."""
         when = datetime.fromtimestamp(record.created).astimezone()
         stamp = f"{when:%Y-%m-%d %H:%M:%S}.{when.microsecond // 1000:03d}{when:%z}"
-        whose = "" if record.name.partition(".")[0] in OURS else f"{record.name}: "
-        line = f"{stamp} {self._process} {record.levelname} {whose}{super().format(record)}"
+        source = "" if record.name.partition(".")[0] in OURS else f"{record.name}: "
+        line = f"{stamp} {self._process} {record.levelname} {source}{super().format(record)}"
         for secret in _HIDDEN:
             line = line.replace(secret, "(redacted)")
         return line
@@ -80,14 +80,14 @@ def log_file(path: Path, process: str, level: str) -> Iterator[None]:
 
 
 @contextmanager
-def phase(log: logging.Logger, what: str) -> Iterator[None]:
+def phase(log: logging.Logger, name: str) -> Iterator[None]:
     """Log the start of a piece of work, and its duration or its error."""
-    log.info("%s", what)
+    log.info("%s", name)
     begin = time.monotonic()
     try:
         yield
     except BaseException as error:
         first = (str(error).splitlines() or [""])[0]
-        log.error("%s: failed after %.2f s: %s: %s", what, time.monotonic() - begin, type(error).__name__, first)
+        log.error("%s: failed after %.2f s: %s: %s", name, time.monotonic() - begin, type(error).__name__, first)
         raise
-    log.info("%s: done in %.2f s", what, time.monotonic() - begin)
+    log.info("%s: done in %.2f s", name, time.monotonic() - begin)

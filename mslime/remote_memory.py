@@ -43,7 +43,7 @@ class RemoteMemory:
             case (over, session, address) if over in get_args(MooncakeOver) and address.isdecimal():
                 return cls(cast("MooncakeOver", over), session, int(address))
             case _:
-                raise ValueError(f"{path} names no memory of another process")
+                raise ValueError(f"{path} is not an address of another process's memory")
 
 
 class MemoryEndpoint:
@@ -66,7 +66,7 @@ class MemoryEndpoint:
         with _environment(over):
             refused = self._engine.initialize(host, "P2PHANDSHAKE", over, "")
         if refused:
-            raise OSError(f"Mooncake's transfer engine did not start at {host} over {over}: it answered {refused}")
+            raise OSError(f"Mooncake's transfer engine did not start at {host} over {over}: error {refused}")
         self._session = f"{f'[{host}]' if ':' in host else host}:{self._engine.get_rpc_port()}"
 
     def share(self, address: int, size: int) -> RemoteMemory:
@@ -77,7 +77,7 @@ class MemoryEndpoint:
     def register(self, address: int, size: int) -> None:
         """Register memory for transfers. Raises OSError."""
         if refused := self._engine.register_memory(address, size):
-            raise OSError(f"Mooncake cannot register {size:,} bytes: it answered {refused}")
+            raise OSError(f"Mooncake cannot register {size:,} bytes: error {refused}")
 
     def unregister(self, address: int) -> None:
         """Unregister memory; unknown memory is ignored."""
@@ -90,7 +90,7 @@ class MemoryEndpoint:
             OSError: its process is gone, shares no such memory, or cannot be reached.
         """
         if refused := self._engine.transfer_sync_read(memory.session, into, memory.address + offset, size):
-            raise OSError(f"Mooncake cannot read {size:,} bytes of {memory.session}: it answered {refused}")
+            raise OSError(f"Mooncake cannot read {size:,} bytes of {memory.session}: error {refused}")
 
 
 @contextmanager

@@ -157,7 +157,7 @@ async def read_body(http: web.Request, patience_s: float | None = None, setting:
         raise BodyError(413, f"is larger than {http.client_max_size} bytes", hint) from None
     except _UNREADABLE as error:
         reason = " ".join(str(error).split())  # aiohttp's has two lines
-        raise BodyError(400, f"cannot be read ({reason})", "mend the request") from error
+        raise BodyError(400, f"cannot be read ({reason})", "fix the request") from error
 
 
 def same_key(given: str, key: str) -> bool:

@@ -13,17 +13,19 @@ from mslime.config.errors import UserError, reading_run
 def _add_plan(parser: Any) -> None:
     add_run_file(parser, "YAML file; only model.path is required")
     parser.add_argument("--gpus", type=int, help="GPUs of the run, engines included (default: cluster.trainer_ranks)")
-    parser.add_argument("--gpu-memory-gb", type=float, help="as sold: 80, 141 (default: cluster.gpu_memory_gb)")
+    parser.add_argument(
+        "--gpu-memory-gb", type=float, help="nominal memory of a GPU: 80, 141 (default: cluster.gpu_memory_gb)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--strict", action="store_true", help="end with status 1, not 3, when the plan is tight")
+    parser.add_argument("--strict", action="store_true", help="exit with status 1, not 3, if the plan is tight")
     parser.add_argument(
         "--search", action="store_true",
-        help="find layouts of trainer and engines that fit --gpus, the fastest first; sizes that are set are kept",
+        help="find layouts of trainer and engines that fit --gpus, the fastest first; configured sizes are kept",
     )  # fmt: skip
-    parser.add_argument("--top", type=int, default=5, metavar="K", help="with --search: how many (default: 5)")
+    parser.add_argument("--top", type=int, default=5, metavar="K", help="with --search: number of layouts (default: 5)")
     parser.add_argument(
         "--gpu", default="", metavar="NAME",
-        help='with --search: the GPU, as "NVIDIA H100" (default: the usual one with so much memory)',
+        help='with --search: the GPU, for example "NVIDIA H100" (default: the usual one with that much memory)',
     )  # fmt: skip
 
 
@@ -45,7 +47,7 @@ PLAN = Command(
 
 def _add_serve(parser: Any) -> None:
     add_run_file(
-        parser, "YAML file with model, cluster, megatron, sglang and lora; optional when all is given as flags"
+        parser, "YAML file with model, cluster, megatron, sglang and lora; optional if all settings are given as flags"
     )
 
 
@@ -63,25 +65,27 @@ SERVE = Command(
 
 def _add_doctor(parser: Any) -> None:
     parser.add_argument("--full", action="store_true", help="also start a trainer and an engine, and measure longer")
-    parser.add_argument("--only", nargs="+", action="extend", default=[], metavar="CHECK", help="these checks")
-    parser.add_argument("--skip", nargs="+", action="extend", default=[], metavar="CHECK", help="all but these")
-    parser.add_argument("--list", action="store_true", help="name the checks, and end")
+    parser.add_argument("--only", nargs="+", action="extend", default=[], metavar="CHECK", help="run only these checks")
+    parser.add_argument("--skip", nargs="+", action="extend", default=[], metavar="CHECK", help="skip these checks")
+    parser.add_argument("--list", action="store_true", help="list the checks and exit")
     parser.add_argument(
         "--directory", type=Path, default=Path("outputs"), metavar="DIR",
-        help="where checkpoints are to go, whose disk is examined (default: outputs)",
+        help="directory for checkpoints, whose disk is checked (default: outputs)",
     )  # fmt: skip
     parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="the step's checkpoint (default: a tiny Qwen3-MoE, made for it)"
+        "--model", type=Path, metavar="DIR", help="checkpoint for the step (default: a generated tiny Qwen3-MoE)"
     )
     parser.add_argument(
         "--nodes", type=int, default=1, metavar="N",
-        help="machines in the collectives; run the same on each at once, with --only collectives",
+        help="machines in the collectives; run the same command on all of them at once, with --only collectives",
     )  # fmt: skip
-    parser.add_argument("--node-rank", type=int, default=0, metavar="I", help="number of this one, from 0 (default: 0)")
-    parser.add_argument("--head", default="", metavar="HOST:PORT", help="a free port of machine 0, the same on all")
     parser.add_argument(
-        "--strict", action="store_true", help="end with status 1 also when something is to be warned of"
+        "--node-rank", type=int, default=0, metavar="I", help="index of this machine, from 0 (default: 0)"
     )
+    parser.add_argument(
+        "--head", default="", metavar="HOST:PORT", help="address and free port of machine 0, the same on all"
+    )
+    parser.add_argument("--strict", action="store_true", help="exit with status 1 also for warnings")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -98,21 +102,21 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 DOCTOR = Command(
-    "examine this machine before a run: GPUs, links, networks, disk, kernels, speeds",
+    "check this machine before a run: GPUs, links, networks, disk, kernels, speeds",
     _add_doctor,
     _doctor,
-    description="Examines this machine: driver, GPUs, links, networks, disk, packages, kernels, speeds against what "
-    "the GPU is sold for. Each line reports ok, warn, fail or cannot see, what was found, and what to do. Takes about "
-    "a minute; with --full a trainer and an engine are started, and their log-probs compared. On several machines, run "
-    "it on each.",
-    epilog="Ends with status 1 if something failed, else with 0; 2: a mistake in the options.",
+    description="Checks this machine: driver, GPUs, links, networks, disk, packages, kernels, speeds against the GPU's "
+    "specification. Each line reports ok, warn, fail or cannot see, the finding, and advice. Takes about a minute; "
+    "with --full a trainer and an engine are started, and their log-probs compared. With several machines, run it on "
+    "each.",
+    epilog="Exit status: 1 if a check failed, else 0; 2 for a mistake in the options.",
 )
 
 
 def _add_report(parser: Any) -> None:
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN", help="outputs/NAME")
     parser.add_argument(
-        "--out", type=Path, help="the page (default: report.html of the run, compare.html of the first)"
+        "--out", type=Path, help="output file (default: report.html in the run, or compare.html in the first run)"
     )
 
 
@@ -127,8 +131,8 @@ REPORT = Command(
     "write one HTML page about a run, or about several side by side",
     _add_report,
     _report,
-    description="Write one HTML page about a run, or about several side by side: what it learnt, what is wrong, and "
-    "where time and tokens went. The page needs no server and no network; a run may still go on (docs/report.md).",
+    description="Write one HTML page about a run, or about several side by side: learning curves, problems, and the "
+    "use of time and tokens. The page needs no server and no network; the run may still be active (docs/report.md).",
 )
 
 
@@ -138,13 +142,13 @@ def _add_samples(parser: Any) -> None:
     parser.add_argument("--eval", nargs="?", const="", metavar="SET", help="of the evaluation, or of one held-out set")
     which = parser.add_mutually_exclusive_group()
     for order in ("best", "worst", "longest"):
-        which.add_argument(f"--{order}", type=int, metavar="K", help=f"the K {order}, instead of a few of each kind")
+        which.add_argument(f"--{order}", type=int, metavar="K", help=f"show the K {order}, not a few of each kind")
     for kind, meaning in (
         ("truncated", "cut at the length limit"),
         ("continued", "sampled by several weight versions"),
     ):
-        which.add_argument(f"--{kind}", action="store_true", help=f"those {meaning}")
-    parser.add_argument("--json", action="store_true", help="print lines of JSON, with every token")
+        which.add_argument(f"--{kind}", action="store_true", help=f"show responses {meaning}")
+    parser.add_argument("--json", action="store_true", help="print JSON lines, with every token")
 
 
 def _samples(args: argparse.Namespace) -> int:
@@ -170,14 +174,14 @@ def _add_inspect(parser: Any) -> None:
     parser.add_argument("run_dir", type=Path, help="outputs/NAME")
     parser.add_argument("--step", type=int, metavar="N", help="of this step, as in the metrics (default: the newest)")
     parser.add_argument("--eval", nargs="?", const="", metavar="SET", help="of the evaluation, or of one held-out set")
-    parser.add_argument("--group", type=int, metavar="G", help="the kept responses of this group")
-    parser.add_argument("--sample", type=int, metavar="I", help="this response of the group")
+    parser.add_argument("--group", type=int, metavar="G", help="show the kept responses of this group")
+    parser.add_argument("--sample", type=int, metavar="I", help="show this response of the group")
     parser.add_argument(
         "--color", choices=("version", "difference", "mask"), default="version",
-        help="meaning of a token's colour: the weights that sampled it, its log-prob at the trainer minus that at the "
-        "sampler, or whether it is trained",
+        help="meaning of a token's colour: the weight version that sampled it, the trainer's log-prob minus the "
+        "sampler's, or whether it is trained",
     )  # fmt: skip
-    parser.add_argument("--tokens", action="store_true", help="a line for each token, with log-probs and experts")
+    parser.add_argument("--tokens", action="store_true", help="print a line per token, with log-probs and experts")
 
 
 def _inspect(args: argparse.Namespace) -> int:

@@ -108,29 +108,31 @@ def _check_algorithm(algorithm: AlgorithmConfig, setting: str, function: str) ->
     everything = torch.ones(len(inputs.mask), dtype=torch.bool)
     loss, gradient, metrics = _whole(inputs, algorithm, [everything])
     if not (np.isfinite(loss) and gradient.isfinite().all()):
-        raise broken("gives a loss or a gradient that is not finite", "look for log(0), 0 / 0 and exp of large numbers")
+        raise broken(
+            "returns a loss or a gradient that is not finite", "check for log(0), 0 / 0 and exp of large numbers"
+        )
     if not gradient.any():
-        raise broken("gives every token the gradient 0", "let batch.log_probs reach the loss without .detach()")
+        raise broken("has gradient 0 for every token", "compute the loss from batch.log_probs without .detach()")
     if not _same(_whole(inputs, algorithm, [everything]), (loss, gradient), 0.0):
-        raise broken("gives another loss for the same tokens", "leave random numbers and state out of it")
+        raise broken("returns different losses for the same tokens", "remove random numbers and state")
     apart = [inputs.sequence_index == sequence for sequence in range(inputs.num_sequences)]
     if not _same(_whole(inputs, algorithm, apart), (loss, gradient), CLOSE):
-        raise broken("depends on which sequences share a micro-batch", "use sums over a token's own sequence alone")
+        raise broken("depends on which sequences share a micro-batch", "use only sums over a token's own sequence")
     if not _same(_on_two_ranks(inputs, algorithm, broken), (loss, gradient), CLOSE):
         raise broken(
             "depends on which rank holds which tokens of a sequence",
-            "sum over sequences with batch.sequences.sum and batch.mean, which add up over the ranks",
+            "sum over sequences with batch.sequences.sum and batch.mean, which include all ranks",
         )
     padding = replace(inputs, mask=torch.zeros_like(everything), weights=0 * inputs.weights)
     empty, empty_gradient, _ = _whole(padding, algorithm, [everything])
     if empty != 0 or empty_gradient.any():
-        raise broken("gives a loss where no token is trained, as in micro-batches that are padding",
-                     "let nothing be divided by a sum over the mask that may be 0")  # fmt: skip
+        raise broken("returns a loss if no token is trained, as in micro-batches of padding",
+                     "do not divide by a sum over the mask, which may be 0")  # fmt: skip
     listed = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name.startswith("user/"))
     return [
         f"{len(inputs.mask)} tokens of {inputs.num_sequences} sequences: loss {loss:.4g}, "
         f"largest gradient {float(gradient.abs().max()):.4g}, all finite, the same when called again",
-        "the same in micro-batches of one sequence, and on two context-parallel ranks; 0 where no token is trained",
+        "the same in micro-batches of one sequence, and on two context-parallel ranks; 0 if no token is trained",
         *([f"metrics: {listed}"] if listed else []),
     ]
 
@@ -223,7 +225,7 @@ def _on_two_ranks(
             return _added_up(list(pool.map(work, range(2))), leaf)
         except threading.BrokenBarrierError as error:
             raise broken(
-                "does not sum over sequences equally often on every rank: a real run would hang",
+                "calls the sums over sequences a different number of times on each rank: a real run would hang",
                 "call batch.sequences.sum and batch.mean outside of branches that depend on the tokens",
             ) from error
 
@@ -246,11 +248,11 @@ def check_advantage(function: str, group_size: int = 8) -> list[str]:
     before = grouped.rewards.copy()
     found, repeated = (_of_first_turns(grouped, function) for _ in range(2))
     if not np.array_equal(grouped.rewards, before):
-        raise ConfigError("algorithm.advantage", function, "changes the rewards that it is given",
-                          "copy them before you write to them")  # fmt: skip
+        raise ConfigError("algorithm.advantage", function, "changes its input rewards",
+                          "copy them before changing them")  # fmt: skip
     if not np.array_equal(found, repeated):
-        raise ConfigError("algorithm.advantage", function, "gives other advantages for the same rewards",
-                          "leave random numbers and state out of it")  # fmt: skip
+        raise ConfigError("algorithm.advantage", function, "returns different advantages for the same rewards",
+                          "remove random numbers and state")  # fmt: skip
     by_group = found.reshape(4, group_size)
     return [
         f"4 groups of {group_size}: {found.min():.4g} to {found.max():.4g}, all finite, the same when called again",
@@ -279,7 +281,7 @@ def _listed(numbers: list[float]) -> str:
 
 def check_filter(function: str, prompt: Prompt | None = None, group_size: int = 8) -> list[str]:
     """Try a filter on groups of mixed and of equal rewards to a prompt."""
-    asked = prompt or Prompt([1, 2, 3], "1", {}, "made_up:1")
+    prompt = prompt or Prompt([1, 2, 3], "1", {}, "made_up:1")
     _, keep = load_filter(function)
     assert keep is not None, "a function"
     kinds = {
@@ -287,10 +289,10 @@ def check_filter(function: str, prompt: Prompt | None = None, group_size: int = 
         "all 1": [1.0] * group_size,
         "all 0": [0.0] * group_size,
     }
-    kept = {name: keep(_group(asked, rewards)) for name, rewards in kinds.items()}
+    kept = {name: keep(_group(prompt, rewards)) for name, rewards in kinds.items()}
     if not any(kept.values()):
-        raise ConfigError("rollout.dynamic_filter", function, f"refuses each of: {', '.join(kept)}",
-                          "keep what you want to train on: a step waits until enough groups are kept")  # fmt: skip
+        raise ConfigError("rollout.dynamic_filter", function, f"drops all of: {', '.join(kept)}",
+                          "keep some groups: a step waits until enough groups are kept")  # fmt: skip
     return [f"{name}: {'kept' if verdict else 'dropped'}" for name, verdict in kept.items()]
 
 
@@ -316,19 +318,20 @@ def check_source(function: str, data: DataConfig, tokenizer: Tokenizer, seed: in
     second = UserSource(function, data, tokenizer, seed)
     second.load_state_dict(state)
     if second.state_dict() != state:
-        raise ConfigError("data.source", function, "has another state_dict after load_state_dict",
-                          "let load_state_dict set what state_dict returns")  # fmt: skip
+        raise ConfigError("data.source", function, "returns another state_dict after load_state_dict",
+                          "restore the full state in load_state_dict")  # fmt: skip
     for number in range(count):
         here, there = first.next(), second.next()
         if (here.tokens, here.label, here.metadata) != (there.tokens, there.label, there.metadata):
             raise ConfigError(
                 "data.source", function,
                 f"draws another prompt after a resume: number {count + number} was {here.text[:60]!r} and became "
-                f"{there.text[:60]!r}", "count a position before the yield, and make an item of seed and position",
+                f"{there.text[:60]!r}", "count the position before the yield, and derive each item from seed and "
+                "position",
             )  # fmt: skip
     return [
         f"{2 * count} prompts drawn, {first.skipped} skipped as too long; a state of {len(json.dumps(state))} bytes",
-        f"an object that loaded the state after {count} drew the same {count} prompts as the first",
+        f"after {count} prompts, a second object with the first one's state drew the same {count} prompts",
     ]
 
 
@@ -397,7 +400,7 @@ def _try_reward(
 
 def _tried(setting: str, function: str, contract: Callable[[str], list[str]] | None) -> TrialResult:
     if contract is None:
-        return TrialResult(setting, function, ("not tried here: see docs/extending.md for a test of yours",))
+        return TrialResult(setting, function, ("not tried here: docs/extending.md shows how to test it",))
     try:
         return TrialResult(setting, function, tuple(contract(function)))
     except Exception as error:  # an arbitrary error must not stop the other functions
@@ -405,8 +408,8 @@ def _tried(setting: str, function: str, contract: Callable[[str], list[str]] | N
 
 
 def _try_rollout(function: str, prompt: Prompt) -> list[str]:
-    asked = prompt.messages or prompt.text or "A prompt"
-    sample = check_workflow(function, prompt=asked, label=prompt.label, metadata=prompt.metadata, tools=prompt.tools)
+    messages = prompt.messages or prompt.text or "A prompt"
+    sample = check_workflow(function, prompt=messages, label=prompt.label, metadata=prompt.metadata, tools=prompt.tools)
     tokens = f"{sample.response_length} tokens, {sample.trainable_tokens} of them trained"
     return [f"one response of {tokens}, by an engine that interrupted it once"]
 
@@ -421,7 +424,7 @@ def try_run(config: RunConfig) -> list[TrialResult]:
 
 def as_table(tried: list[TrialResult]) -> Table:
     """Results as a table for a terminal."""
-    table = Table(title="Functions of yours, called on made-up input", title_justify="left", title_style="bold")
+    table = Table(title="Your functions, called on synthetic input", title_justify="left", title_style="bold")
     for head in ("setting", "function", "found"):
         table.add_column(head, overflow="fold")
     for one in tried:
@@ -437,6 +440,6 @@ def failed(tried: list[TrialResult]) -> ConfigError | None:
         return None
     names = ", ".join(one.function for one in broken)
     return ConfigError(
-        broken[0].setting, names, f"{len(broken)} of {len(tried)} functions break their contract",
+        broken[0].setting, names, f"{len(broken)} of {len(tried)} functions violate their contract",
         "see the table above, and docs/extending.md",
     )  # fmt: skip

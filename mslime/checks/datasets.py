@@ -76,9 +76,9 @@ def _sent_to_environments(rollout: RolloutConfig, run_dir: Path) -> str:
     load_filter(rollout.dynamic_filter)
     url = url_of(settings.host, settings.port or "PORT") + "/TOKEN"
     token = "rollout.atropos.token" if settings.token else f"in {run_dir / 'atropos.json'} when the run listens"
-    return (f"prompts: Atropos' environments bring their own; start each with rollout_server_url {url}, base_url "
-            f"{url}/v1, group_size {rollout.group_size}, max_batches_offpolicy {1 + rollout.max_staleness}, "
-            f"total_steps -1; TOKEN is {token}")  # fmt: skip
+    return (f"prompts: from Atropos' environments; start each with rollout_server_url {url}, base_url {url}/v1, "
+            f"group_size {rollout.group_size}, max_batches_offpolicy {1 + rollout.max_staleness}, total_steps -1; "
+            f"TOKEN is {token}")  # fmt: skip
 
 
 def check_supervised_data(
@@ -131,7 +131,7 @@ def _check_prompts(data: DataConfig, source: PromptSource, limit: int) -> list[s
             raise _too_long(prompt, limit)
     if skipped == tried:
         raise DataError("data.max_prompt_tokens", data.max_prompt_tokens, f"all {tried} prompts tried are "
-                        "longer", "raise data.max_prompt_tokens, or give shorter prompts")  # fmt: skip
+                        "longer", "raise data.max_prompt_tokens, or use shorter prompts")  # fmt: skip
     of = "all" if tried == len(source) else f"{tried:,} of"
     return [
         f"the first prompt, as the model sees it: {shown}",
@@ -174,8 +174,8 @@ def _check_drawn(named: str, drawn: DrawnPrompts, limit: int) -> list[str]:
 
 
 def _too_long(prompt: Prompt, limit: int) -> DataError:
-    return DataError(prompt.where, f"{len(prompt.tokens)} tokens", f"the model takes fewer than {limit + 1} tokens and "
-                     "needs room for a response", "leave the row out, set data.max_prompt_tokens, or raise "
+    return DataError(prompt.where, f"{len(prompt.tokens)} tokens", f"the model supports at most {limit} tokens, "
+                     "including the response", "remove the row, set data.max_prompt_tokens, or raise "
                      "rollout.max_total_tokens")  # fmt: skip
 
 
@@ -195,10 +195,10 @@ def _tried(source: PromptSource, index: int, *, templated: bool) -> Prompt:
 
 def _refuse_lost_text(messages: Sequence[Mapping[str, Any]], rendered: str, where: str) -> None:
     """Raise DataError if a template omits the user's last message: training would miss the question."""
-    asked = [str(m["content"]).strip() for m in messages if m["role"] == "user" and m["content"]]
-    if asked and asked[-1] not in rendered:
-        raise DataError(where, asked[-1][:80], f"the chat template does not write the user's text: {rendered[:200]!r}",
-                        "give the model's own chat template, or content as plain text")  # fmt: skip
+    texts = [str(m["content"]).strip() for m in messages if m["role"] == "user" and m["content"]]
+    if texts and texts[-1] not in rendered:
+        raise DataError(where, texts[-1][:80], f"the chat template omits the user's text: {rendered[:200]!r}",
+                        "use the model's own chat template, or plain text as content")  # fmt: skip
 
 
 def _shown(text: str, tokens: int) -> str:
@@ -245,14 +245,14 @@ def _check_rows(
         first = first or shown
     if found.sequences == 0:
         raise DataError("train.sft_too_long", train.sft_too_long, f"all {found.tried} rows tried are too long",
-                        "raise rollout.max_total_tokens or data.max_prompt_tokens, or give shorter rows")  # fmt: skip
+                        "raise rollout.max_total_tokens or data.max_prompt_tokens, or use shorter rows")  # fmt: skip
     of = "all" if found.tried == len(source) else f"{found.tried:,} of"
     counts = (
         f"{name or 'training'}: {len(source):,} rows; {of} {len(source):,} tried: {found.sequences:,} sequences of "
         f"{found.tokens:,} tokens, {found.trained:,} of them trained; the longest has {found.longest:,} tokens "
         f"({found.longest_at}); {found.skipped:,} are skipped and {found.cut:,} cut as too long"
     )
-    return [counts] if name else [f"the first row, with what is trained in [[ ]]: {first}", counts]
+    return [counts] if name else [f"the first row, trained parts in [[ ]]: {first}", counts]
 
 
 def _try(data: DataConfig, source: SupervisedSource, index: int, found: _Found) -> str:

@@ -66,11 +66,11 @@ def driver_version() -> str | None:
     try:
         found = re.search(r"Module\s+(?:for\s+\S+\s+)?(\d[\d.]+)", _DRIVER_FILE.read_text())
     except OSError:
-        return _asked_version()
-    return found[1] if found else _asked_version()
+        return _queried_version()
+    return found[1] if found else _queried_version()
 
 
-def _asked_version() -> str | None:
+def _queried_version() -> str | None:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
@@ -85,14 +85,14 @@ def gpu_problems() -> tuple[str, ...]:
     """Reasons why this machine cannot run trainer ranks on a GPU, each with a remedy after `;`. Empty: none."""
     driver = driver_version()
     if driver is None:
-        return ("this machine has no NVIDIA driver; run on one with GPUs, or set cluster.device: cpu",)
+        return ("this machine has no NVIDIA driver; use a machine with GPUs, or set cluster.device: cpu",)
     if int(driver.split(".")[0]) < NEEDED_DRIVER:
-        return (f"the NVIDIA driver is {driver}, and CUDA 13 needs {NEEDED_DRIVER}; update it",)
+        return (f"the NVIDIA driver is {driver}, but CUDA 13 needs {NEEDED_DRIVER} or newer; update it",)
     if failure("import torch; assert torch.cuda.is_available()"):
-        return (f"torch sees no GPU; see nvidia-smi, CUDA_VISIBLE_DEVICES and `{_INSTALL}`",)
+        return (f"torch sees no GPU; check nvidia-smi, CUDA_VISIBLE_DEVICES and `{_INSTALL}`",)
     # Transformer Engine finds its libraries once torch has loaded its own.
     broken = failure("import torch, transformer_engine.pytorch")
-    return (f"transformer_engine.pytorch does not import: {broken}; `{_INSTALL}` compiles its part",) if broken else ()
+    return (f"transformer_engine.pytorch cannot be imported: {broken}; `{_INSTALL}` compiles it",) if broken else ()
 
 
 def failure(code: str) -> str | None:
@@ -109,7 +109,11 @@ def failure(code: str) -> str | None:
 
 def gpu_warnings(cluster: ClusterConfig) -> list[str]:
     """GPU requirements that this machine lacks, as warnings: `mslime check` may run on another machine than the run."""
-    return [f"no part of it can use a GPU here: {text}" for text in gpu_problems()] if cluster.device == "cuda" else []
+    return (
+        [f"this machine cannot run GPU processes: {text}" for text in gpu_problems()]
+        if cluster.device == "cuda"
+        else []
+    )
 
 
 def refuse_without_gpu(cluster: ClusterConfig) -> None:
@@ -118,5 +122,5 @@ def refuse_without_gpu(cluster: ClusterConfig) -> None:
         return
     problems = gpu_problems()
     if problems:
-        what, _, hint = problems[0].rpartition("; ")
-        raise ConfigError("cluster.device", "cuda", what, hint)
+        problem, _, hint = problems[0].rpartition("; ")
+        raise ConfigError("cluster.device", "cuda", problem, hint)

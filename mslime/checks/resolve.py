@@ -54,21 +54,21 @@ def check_quantised(config: RunConfig, checkpoint: HFCheckpoint, hf_config: Mapp
     if config.weights.transport not in transport_names():  # others may not support several dtypes a bucket
         raise ConfigError(
             "weights.transport", config.weights.transport,
-            f"{config.model.path} is quantised ({encoded.method}), and weights of few bits travel with their scales by "
-            f"{' or '.join(transport_names())} only", f"set weights.transport: {AUTO}, or {plain}",
+            f"{config.model.path} is quantised ({encoded.method}), and only {' or '.join(transport_names())} can send "
+            "quantised weights with their scales", f"set weights.transport: {AUTO}, or {plain}",
         )  # fmt: skip
     if config.syncs_adapters:
         raise ConfigError(
             "lora.sync", config.lora.sync,
-            f"{config.model.path} is quantised ({encoded.method}), and engines that hold such weights serve no "
-            "adapters beside them",
-            f"set lora.sync: merged, which quantises the weights with the adapter in them, or {plain}",
+            f"{config.model.path} is quantised ({encoded.method}), and engines do not support separate adapters on "
+            "quantised weights",
+            f"set lora.sync: merged, which quantises the merged weights, or {plain}",
         )  # fmt: skip
     text = language_model(hf_config)
     if config.cluster.device == "cpu" and text.get("kv_lora_rank") is not None:
         raise CheckpointError(
             f"{config.model.path}: quantization_config", encoded.method,
-            "on a CPU quantised layers are emulated for ordinary attention, and this model has a latent one", plain,
+            "emulation of quantised layers on a CPU does not support latent attention", plain,
         )  # fmt: skip
     _check_shares(config.sglang, text, encoded)
 
@@ -81,8 +81,8 @@ def _check_shares(engine: SGLangConfig, text: Mapping[str, object], encoded: Enc
     if isinstance(width, int) and width % (size * max(tp, 1)):
         raise ConfigError(
             "sglang.tp_size", engine.tp_size,
-            f"experts are {width} wide, which {tp} GPUs do not share out in {unit} of {size}, as SGLang wants them",
-            "choose a smaller sglang.tp_size, sglang.ep_size as large as it, or a plain checkpoint",
+            f"SGLang divides experts, {width} wide, in {unit} of {size}, which {tp} GPUs cannot share equally",
+            "use a smaller sglang.tp_size, set sglang.ep_size to it, or use a plain checkpoint",
         )  # fmt: skip
 
 
@@ -137,8 +137,8 @@ class ResolvedRun:
     @property
     def probe_tolerance(self) -> float:
         """`weights.probe_tolerance`, or its default for the dtypes of this run."""
-        if (asked := self.config.weights.probe_tolerance) is not None:
-            return asked
+        if (tolerance := self.config.weights.probe_tolerance) is not None:
+            return tolerance
         if check_quantisation(self.hf_config) is not None and not self.config.sglang.urls:
             return QUANTISED_TOLERANCE
         trainer = trainer_dtype(self.config.megatron, cpu=self.config.cluster.device == "cpu")
@@ -196,8 +196,8 @@ def _resolve_one(config: RunConfig, parts: RunParts, data: bool) -> ResolvedRun:
     tokenizer = load_tokenizer(config.model.tokenizer)
     check_vocabulary(tokenizer, config.model.path)
     if foreign := [i for i in config.rollout.stop_token_ids if i >= tokenizer.vocab_size]:
-        rule = f"the tokenizer's ids end at {tokenizer.vocab_size - 1}"
-        raise ConfigError("rollout.stop_token_ids", foreign[0], rule, "name ids of this tokenizer")
+        rule = f"the largest id of the tokenizer is {tokenizer.vocab_size - 1}"
+        raise ConfigError("rollout.stop_token_ids", foreign[0], rule, "use ids of this tokenizer")
     _check_teacher(config.teacher.path, model, tokenizer)
     notes, limit = list[str](), config.rollout.longest(model.max_positions)
     if data and config.train.task == "sft":
@@ -233,14 +233,14 @@ def _check_paths(run_dir: Path, load: Path | None, model: ModelConfig) -> None:
     while not os.path.lexists(nearest) and nearest != nearest.parent:
         nearest = nearest.parent
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK) or not _takes_a_file(nearest):
-        raise ConfigError("output_dir", str(run_dir.parent), f"{nearest} is no directory that can be written",
-                          "give a directory of yours, or mend its permissions")  # fmt: skip
+        raise ConfigError("output_dir", str(run_dir.parent), f"{nearest} is not a writable directory",
+                          "choose a writable directory, or fix its permissions")  # fmt: skip
     if load is not None and not (load / "manifest.json").is_file():
-        raise CheckpointError("checkpoint.load", str(load), "is no checkpoint: it has no "
+        raise CheckpointError("checkpoint.load", str(load), "is not a checkpoint: it has no "
                               "manifest.json", "name a checkpoints/step_N directory of a run")  # fmt: skip
     for key, path in (("reference_path", model.reference_path), ("teacher_path", model.teacher_path)):
         if path is not None and not (path / "config.json").is_file():
-            raise CheckpointError(f"model.{key}", str(path), "there is no config.json in this directory",
+            raise CheckpointError(f"model.{key}", str(path), "has no config.json",
                                   "give a Hugging Face checkpoint")  # fmt: skip
 
 
@@ -263,8 +263,8 @@ def _read_model(spec: ModelSpec, ignored: Sequence[str]) -> tuple[dict[str, obje
     hf_config = read_hf_config(path)
     family = get_family(hf_config)
     refuse_unread(family, hf_config, ignored)
-    with reading(CheckpointError, str(path / "config.json"), "a setting has a value of another kind than transformers "
-                 "writes", "download the file again"):  # fmt: skip
+    with reading(CheckpointError, str(path / "config.json"), "a field has a value of an unexpected "
+                 "type", "download the file again"):  # fmt: skip
         family.model_fields(hf_config)
         table = family.rules(hf_config)
         table.check_layout(spec.layout)
@@ -283,13 +283,13 @@ def _check_critic(spec: CriticSpec, ignored: Sequence[str], vocab_size: int, lon
     """
     hf_config, _ = _read_model(spec, ignored)
     critic = get_family(hf_config).model_fields(hf_config)
-    for what, has, needs in (
+    for unit, has, needs in (
         ("token ids", critic.vocab_size, vocab_size),
         ("positions", critic.max_positions, longest),
     ):
         if has < needs:
             raise ConfigError(
-                "critic.path", str(spec.checkpoint), f"this model has {has} {what}, and the policy uses up to {needs}",
+                "critic.path", str(spec.checkpoint), f"this model has {has} {unit}, but the policy uses up to {needs}",
                 "start the critic from a model of the policy's family, or remove critic.path",
             )  # fmt: skip
 
@@ -307,7 +307,7 @@ def _check_engine_tp(tp: int, family: Family) -> None:
     if largest is not None and tp > largest:
         raise ConfigError(
             "sglang.tp_size", tp,
-            f"SGLang 0.5.23 computes {family.architecture} with at most {largest} GPUs an engine",
+            f"SGLang 0.5.23 supports at most {largest} GPUs per engine for {family.architecture}",
             f"set sglang.tp_size to {largest} and start more engines (sglang.num_engines)",
         )  # fmt: skip
 
@@ -320,13 +320,13 @@ def _check_teacher(path: Path | None, model: ModelFields, tokenizer: Tokenizer) 
         return
     rows = embedding_rows(path)
     if rows is None:
-        raise CheckpointError("teacher.path", str(path), "there is no config.json in this directory that can be read",
+        raise CheckpointError("teacher.path", str(path), "has no readable config.json",
                               "give a Hugging Face checkpoint")  # fmt: skip
     texts = probe_texts(tokenizer)
     ours, theirs = ([t.encode(text, special_tokens=False) for text in texts] for t in (tokenizer, load_tokenizer(path)))
     different = first_difference(texts, ours, theirs)
     if different or rows < model.vocab_size:
-        rule = different or f"it embeds {rows} token ids, and the student may sample any of {model.vocab_size}"
+        rule = different or f"it has {rows} token ids, and the student may sample any of {model.vocab_size}"
         raise ConfigError("teacher.path", str(path), f"a teacher needs the student's tokenizer and vocabulary: {rule}",
                           "distil from a model of the student's family")  # fmt: skip
 
@@ -337,7 +337,7 @@ def _check_lengths(rollout: RolloutConfig, task: Task, model: ModelFields) -> No
         raise ConfigError(
             "rollout.max_total_tokens",
             limit,
-            f"the model has {model.max_positions} positions",
+            f"exceeds the model's {model.max_positions} positions",
             "lower it",
         )
     if task == "rl" and rollout.max_response_tokens >= limit:

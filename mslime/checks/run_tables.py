@@ -203,7 +203,7 @@ def _served(part: RewardPartConfig) -> str:
 
 
 def _critic(critic: CriticConfig, policy: Path, ranks: int) -> str:
-    where = f"on {ranks} GPUs of its own" if ranks else "on the policy's GPUs"
+    where = f"on its own {ranks} GPUs" if ranks else "on the policy's GPUs"
     warm_up = f", alone in the first {critic.warmup_steps} step(s)" if critic.warmup_steps else ""
     return f"{critic.path or policy} with a value head, {where}, learning rate {critic.lr:g}{warm_up}"
 

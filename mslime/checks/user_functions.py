@@ -1,4 +1,4 @@
-"""Checks of a user's functions for `mslime check`: rewards, environments, hooks. Each is imported, and tried if asked.
+"""Checks of a user's functions for `mslime check`: rewards, environments, hooks. Each is imported; with --try, called.
 
 A user's function runs in its own process here too: side effects of its import do no harm.
 """
@@ -94,9 +94,8 @@ def _check_labels(
         for name, kind in kinds.items():
             if problem := kind.label_problem(label):
                 raise DataError(
-                    where, label, f"the reward of kind {name} cannot grade it: {problem}",
-                    "mend or delete the row, or name the key that holds the answer with data.label_key "
-                    f"(now {label_key!r})",
+                    where, label, f"the reward kind {name} cannot grade this label: {problem}",
+                    f"fix or delete the row, or set data.label_key to the key of the answer (now {label_key!r})",
                 )  # fmt: skip
     notes = dict.fromkeys(kind.notes for kind in kinds.values() if kind.notes is not None)
     return [note for write in notes for note in write(source.labels(), len(source))]
@@ -142,7 +141,7 @@ async def _try_all(
         for how, group, _ in outcomes if fatal else []:
             if error := next((s.error for s in group if s.error), ""):
                 rule = f"fails on the first row with {how} as the response: {error}"
-                raise ConfigError(f"{place}.function", part.function, rule, "mend it, or set on_error to zero or drop")
+                raise ConfigError(f"{place}.function", part.function, rule, "fix it, or set on_error to zero or drop")
         (_, group, rewards), *rest = outcomes
         of = f" of a group of {len(group)}" if scorer.per_group else ""
         others_scored = [f"{how}: {_outcome(group, rewards)}" for how, group, rewards in rest]
@@ -214,8 +213,8 @@ def check_environment(
         ConfigError: the class cannot be used, or one of its methods raised, hung or returned something else.
     """
     job = EnvironmentJob(function, dict(options or {}), limit_s, memory_mib)
-    asked = prompt or Prompt([1], None, {}, "made_up:1", "A prompt.")
-    task = EnvironmentTask(asked.text, asked.label, asked.metadata, 0, 0, False, 0)
+    row = prompt or Prompt([1], None, {}, "made_up:1", "A prompt.")
+    task = EnvironmentTask(row.text, row.label, row.metadata, 0, 0, False, 0)
     return in_thread(asyncio.run, _tried(job, task)).result()  # the caller may have its own event loop
 
 
@@ -226,10 +225,11 @@ async def _tried(job: EnvironmentJob, task: EnvironmentTask) -> list[str]:
     except EnvironmentFailedError as error:
         message = str(error).removeprefix(f"{job.function}: ")
         raise ConfigError(SETTING, job.function, message,
-                          "correct that method; step must answer any text of a model") from error  # fmt: skip
+                          "fix that method; step must accept any text of a model") from error  # fmt: skip
     finally:
         await pool.close()
-    same = "the same" if first == repeated else "another one (rollouts of a prompt are compared: draw by task.group_id)"
+    another = "a different one (rollouts of a prompt are compared: draw by task.group_id)"
+    same = "the same" if first == repeated else another
     return [
         f"reset: {_shown(first)}, and {same} for the same task",
         *(f"step({action[:SHOWN]!r}): {_summary(step)}" for action, step in zip(ACTIONS, steps, strict=False)),

@@ -40,7 +40,7 @@ class Command:
         return self.description or f"{self.about[0].upper()}{self.about[1:]}."
 
 
-def add_run_file(parser: Any, about: str = "YAML file; optional when everything is given as flags") -> None:
+def add_run_file(parser: Any, about: str = "YAML file; optional if all settings are given as flags") -> None:
     """Add the argument RUN.yaml to a command with settings."""
     parser.add_argument("config", nargs="?", type=Path, metavar="RUN.yaml", help=about)
 

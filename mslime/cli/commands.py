@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from mslime.config.schema import RunConfig
 
 _HOW = (
-    "A run is described by a YAML file, by flags, or by both; flags win. Every setting has a flag: "
+    "A run is described by a YAML file, by flags, or by both; flags take precedence. Every setting has a flag: "
     "`rollout: {max_staleness: 1}` is --rollout.max-staleness 1. Fields of megatron-core and SGLang that are not "
-    "listed here can be given too, as --megatron.NAME, --sglang.NAME and --teacher.NAME (see mslime check --fields "
+    "listed here are also valid, as --megatron.NAME, --sglang.NAME and --teacher.NAME (see mslime check --fields "
     "megatron)."
 )
 
@@ -95,10 +95,10 @@ def _command(name: str) -> Command:
         return own
     names = [*COMMANDS, *found("mslime.commands")]
     if name not in names:
-        hint = nearest(name, names) or f"one of {', '.join(names)}"
+        hint = nearest(name, names) or f"choose one of {', '.join(names)}"
         if not found("mslime.commands"):
-            hint += "; plan, doctor, serve, report, samples and inspect are there after bash scripts/install.sh"
-        raise ConfigError("command line", name, "there is no such command", hint)
+            hint += "; plan, doctor, serve, report, samples and inspect need bash scripts/install.sh"
+        raise ConfigError("command line", name, "unknown command", hint)
     return load("mslime.commands", name, "command line")
 
 
@@ -107,7 +107,7 @@ def _list_of_commands() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "mslime",
         description="Reinforcement-learning post-training for MoE language models.",
-        epilog="`mslime COMMAND --help` explains a command and lists the settings that it takes.",
+        epilog="`mslime COMMAND --help` explains a command and lists its settings.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -130,16 +130,16 @@ def _add_train(parser: Any) -> None:
     add_run_file(parser)
     parser.add_argument(
         "--replay", type=Path, metavar="DIR",
-        help="train on the groups in DIR (of mslime rollout, or of observe.save_groups), without engines; writes to "
+        help="train on the groups in DIR (from mslime rollout or observe.save_groups), without engines; writes to "
         "output_dir/NAME-replay, saves no checkpoint",
     )  # fmt: skip
 
 
 def _add_rollout(parser: Any) -> None:
     add_run_file(parser)
-    parser.add_argument("--steps", type=int, default=1, metavar="N", help="how many steps' groups (default: 1)")
+    parser.add_argument("--steps", type=int, default=1, metavar="N", help="steps to generate groups for (default: 1)")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where they go (default: output_dir/NAME-rollout/groups)"
+        "--out", type=Path, metavar="DIR", help="directory for the groups (default: output_dir/NAME-rollout/groups)"
     )
 
 
@@ -155,20 +155,20 @@ def _add_check(parser: Any) -> None:
     add_run_file(parser)
     parser.add_argument(
         "--fields", nargs="?", const="", metavar="SECTION",
-        help="list the settings, of one section if it is named (rollout, algorithm.correction ...); megatron and "
-        "sglang also list the fields of the engine's own, which can be passed through",
+        help="list all settings, or those of one section (rollout, algorithm.correction ...); megatron and sglang also "
+        "list the engine's own fields, which can be passed through",
     )  # fmt: skip
-    parser.add_argument("--markdown", action="store_true", help="with --fields: as the page docs/settings.md")
+    parser.add_argument("--markdown", action="store_true", help="with --fields: print the page docs/settings.md")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of RUN.yaml, for editors")
-    parser.add_argument("--run-dir", action="store_true", help="print only the directory into which the run writes")
+    parser.add_argument("--run-dir", action="store_true", help="print only the run's output directory")
     parser.add_argument(
         "--try", action="store_true", dest="try_functions",
-        help="also call the functions of yours that the settings name, on made-up input (docs/extending.md)",
+        help="also call your functions that the settings name, on synthetic input (docs/extending.md)",
     )  # fmt: skip
 
 
 def _add_models(parser: Any) -> None:
-    parser.add_argument("--markdown", action="store_true", help="as the page docs/models.md")
+    parser.add_argument("--markdown", action="store_true", help="print the page docs/models.md")
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -222,7 +222,7 @@ def _try_functions(configs: Sequence[RunConfig]) -> int:
 
     tried = [each for config in configs for each in try_run(config)]
     if not tried:
-        print("the settings name no function of yours: nothing to try")
+        print("the settings name none of your functions: nothing to try")
         return 0
     Console().print(as_table(tried))
     if error := failed(tried):
@@ -240,13 +240,13 @@ def _print_fields(section: str, markdown: bool) -> int:
     ours = [s for s in all_settings() if not section or f"{s.section}.".startswith(f"{section}.")]
     if not ours:
         known = sorted({s.section for s in all_settings()} - {""})
-        raise ConfigError("--fields", section, "there is no such section",
-                          nearest(section, known) or f"name one of {', '.join(known)}")  # fmt: skip
+        raise ConfigError("--fields", section, "unknown section",
+                          nearest(section, known) or f"choose one of {', '.join(known)}")  # fmt: skip
     for setting in ours:
         print(f"{setting.path:45s} {setting.expected} [{setting.default or 'required'}]")
         print(f"{'':4s}{setting.description}")
     if section in ("megatron", "sglang"):
-        print(f"\nfields of {section}'s own, passed through as they are:")
+        print(f"\n{section}'s own fields, passed through unchanged:")
         for field in sorted(engine_fields(section).values(), key=lambda f: (f.owner, f.name)):
             print(f"{section}.{field.name:55s} {field.owner:32s} {field.expected()}")
     return 0
@@ -284,7 +284,7 @@ COMMANDS = {
     "check": Command("validate RUN.yaml without starting an engine", _add_check, _check, takes_settings=True),
     "scale": SCALE,
     "convert": CONVERT,
-    "models": Command("list the model families and what works with each", _add_models, _models),
+    "models": Command("list the model families and the features that each supports", _add_models, _models),
     "env": Command("print versions and devices, for a bug report", lambda parser: None, _env),
 }  # fmt: skip
 """Built-in commands; the group `mslime.commands` names those of plug-ins."""

@@ -21,30 +21,30 @@ def _add_kinds(parser: Any) -> None:
     kinds = parser.add_subparsers(required=True, metavar="WHAT")
     kinds.add_parser("run", help=CONVERT_RUN.about)  # only for the list; `CONVERT_RUN` has a parser with the settings
     to_megatron = _writing(kinds, "to-megatron", "Hugging Face -> Megatron torch_dist", "HF", "Hugging Face directory")
-    to_megatron.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in the source)")
+    to_megatron.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as in the source)")
     to_megatron.add_argument(
         "--ignore-field", action="append", default=[], metavar="NAME",
-        help="unknown setting of config.json that changes nothing; may be repeated",
+        help="unknown field of config.json that does not affect the model; may be repeated",
     )  # fmt: skip
     to_megatron.set_defaults(convert=_to_megatron)
     to_hf = _writing(kinds, "to-hf", "Megatron torch_dist, converted or of a run -> Hugging Face", "CKPT",
                      "directory with .metadata and *.distcp")  # fmt: skip
     to_hf.add_argument(
         "--source", type=Path,
-        help="Hugging Face directory of the same model, for config.json, tokenizer and what training leaves out "
-        "(default: what to-megatron kept)",
+        help="Hugging Face directory of the same model, for config.json, tokenizer and untrained weights (default: the "
+        "files kept by to-megatron)",
     )  # fmt: skip
-    to_hf.add_argument("--dtype", choices=DTYPES, help="of the weights (default: config.json's)")
+    to_hf.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: config.json's)")
     to_hf.set_defaults(convert=_to_hf)
     fp8 = _writing(kinds, "fp8", "quantise to FP8 with a scale for 128 x 128 weights", "HF", "Hugging Face directory")
     fp8.add_argument(
         "--scale", choices=("float32", "ue8m0"), default="float32",
-        help="exact scales, or powers of two (what DeepSeek-V3.1 publishes and Blackwell kernels want)",
+        help="exact scales, or powers of two (as DeepSeek-V3.1 publishes and Blackwell kernels need)",
     )  # fmt: skip
     fp8.add_argument("--include", metavar="REGEX", help="weights to quantise (default: projections of decoder layers)")
     fp8.set_defaults(convert=_fp8)
     plain = _writing(kinds, "bf16", "dequantise FP8, INT4 or MXFP4", "HF", "quantised Hugging Face directory")
-    plain.add_argument("--dtype", choices=DTYPES, help="of what was quantised (default: config.json's)")
+    plain.add_argument("--dtype", choices=DTYPES, help="dtype of dequantised weights (default: config.json's)")
     plain.set_defaults(convert=_plain)
     int4 = _writing(kinds, "int4", "quantise routed experts to compressed-tensors INT4", "HF", "Hugging Face directory")
     int4.add_argument("--group", type=int, default=32, help="inputs that share a scale (default: %(default)s)")
@@ -53,7 +53,11 @@ def _add_kinds(parser: Any) -> None:
     merge = _writing(kinds, "merge-lora", "add an adapter in peft's format to the weights of its model", "HF",
                      "Hugging Face directory of the model")  # fmt: skip
     merge.add_argument(
-        "--adapter", type=Path, required=True, metavar="DIR", help="holds adapter_config.json and its safetensors"
+        "--adapter",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="directory with adapter_config.json and its safetensors",
     )
     merge.set_defaults(convert=_merge_lora)
     _add_inspect(kinds)
@@ -64,8 +68,8 @@ def _writing(kinds: Any, name: str, about: str, source: str, source_help: str) -
     """Add a subcommand that writes a checkpoint."""
     parser = kinds.add_parser(
         name, help=about, description=f"{about[0].upper()}{about[1:]}.",
-        epilog="Killed or out of disk, it leaves its finished files in a hidden directory beside OUT; the same command "
-        "goes on from there. OUT appears when everything is written and has been read again.",
+        epilog="If it is killed or the disk is full, finished files remain in a hidden directory beside OUT, and the "
+        "same command continues from there. OUT appears when everything is written and verified.",
     )  # fmt: skip
     parser.add_argument("source_dir", metavar=source, type=Path, help=source_help)
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to write; must not exist")
@@ -73,7 +77,7 @@ def _writing(kinds: Any, name: str, about: str, source: str, source_help: str) -
     parser.add_argument(
         "--max-shard-gib", type=float, default=5.0, metavar="GIB", help="largest file (default: %(default)s)"
     )
-    parser.add_argument("--no-verify", action="store_true", help="do not read the written files again at the end")
+    parser.add_argument("--no-verify", action="store_true", help="do not verify the written files at the end")
     parser.add_argument("--dry-run", action="store_true", help="check the source and show what would be written")
     return parser
 
@@ -100,7 +104,7 @@ def _add_inspect(kinds: Any) -> None:
 def _add_compare(kinds: Any) -> None:
     parser = kinds.add_parser(
         "compare", help="equal, or which tensors differ and by how much",
-        description="Compare two checkpoints of either kind under Hugging Face names; exit status 1 when they differ.",
+        description="Compare two checkpoints of either kind under Hugging Face names; exit status 1 if they differ.",
     )  # fmt: skip
     parser.add_argument("a", metavar="A", type=Path)
     parser.add_argument("b", metavar="B", type=Path)
@@ -167,7 +171,7 @@ def _merge_lora(args: argparse.Namespace) -> int:
 
 def _bytes(args: argparse.Namespace) -> int:
     if args.max_shard_gib <= 0:
-        raise ConfigError("--max-shard-gib", args.max_shard_gib, "must be positive", "leave it out for 5 GiB")
+        raise ConfigError("--max-shard-gib", args.max_shard_gib, "must be positive", "remove it for the default, 5 GiB")
     return int(args.max_shard_gib * (1 << 30))
 
 
@@ -198,7 +202,7 @@ def _run(job: ConversionJob, args: argparse.Namespace) -> int:
 
 def _check_workers(args: argparse.Namespace) -> None:
     if args.workers < 1:
-        raise ConfigError("--workers", args.workers, "at least one process works", "leave it out for the default")
+        raise ConfigError("--workers", args.workers, "must be at least 1", "remove it for the default")
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -211,8 +215,8 @@ def _inspect(args: argparse.Namespace) -> int:
     _check_workers(args)
     summary = inspect(args.checkpoint)
     print(f"{args.checkpoint}: {summary.kind}")
-    for what, value in summary.facts:
-        print(f"  {what}: {value}")
+    for name, value in summary.facts:
+        print(f"  {name}: {value}")
     for dtype, tensors, nbytes in summary.by_dtype():
         print(f"  {dtype}: {tensors} tensors, {size_text(nbytes)}")
     for entry in summary.entries if args.tensors else ():
@@ -221,13 +225,13 @@ def _inspect(args: argparse.Namespace) -> int:
         sums = read_checksums(args.checkpoint)
         if not sums:
             raise CheckpointError(
-                str(args.checkpoint), None, "no checksums are beside its files; training checkpoints of mslime have "
-                "them, and what mslime converted", "leave out --verify",
+                str(args.checkpoint), None, "has no checksums; training checkpoints and converted checkpoints of "
+                "mslime have them", "remove --verify",
             )  # fmt: skip
         files = {args.checkpoint / name: found for name, found in sums.items()}
         with ConversionBars(Console(stderr=True), args.quiet) as bars, Workers(args.workers) as pool:
             verify_files(files, pool, bars)
-        print(f"  checksums: all {len(files)} files are as they were written")
+        print(f"  checksums: all {len(files)} files match")
     return 0
 
 
@@ -275,7 +279,7 @@ def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
 
 def _add_run(parser: Any) -> None:
     parser.add_argument("config", type=Path, help="the run's config.yaml")
-    parser.add_argument("--checkpoint", type=Path, help="default: the newest complete one of the run")
+    parser.add_argument("--checkpoint", type=Path, help="checkpoint directory (default: the run's newest complete one)")
     parser.add_argument("--out", type=Path, required=True, help="directory to write; must not exist")
 
 

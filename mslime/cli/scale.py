@@ -21,17 +21,20 @@ CHANGING = ("starting", "joining", "leaving")
 
 def _add_arguments(parser: Any) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="outputs/NAME")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--engines", type=int, metavar="N", help="mslime is to run N engines: starts or ends some")
-    what.add_argument("--attach", metavar="URL", help="take a server that is running already (docs/fleet.md)")
-    what.add_argument("--drain", metavar="ENGINE", help="let this engine leave: its name or its URL")
+    change = parser.add_mutually_exclusive_group()
+    change.add_argument("--engines", type=int, metavar="N", help="start or stop engines until mslime runs N of them")
+    change.add_argument("--attach", metavar="URL", help="add a running server (docs/fleet.md)")
+    change.add_argument("--drain", metavar="ENGINE", help="drain and remove this engine: its name or URL")
     parser.add_argument(
-        "--key", default="", metavar="WHERE", help="with --attach: env:NAME or file:PATH of the server's key"
+        "--key", default="", metavar="WHERE", help="with --attach: the server's key, as env:NAME or file:PATH"
     )
     parser.add_argument(
-        "--admin-key", default="", metavar="WHERE", help="with --attach: of its admin key, if it has one"
+        "--admin-key",
+        default="",
+        metavar="WHERE",
+        help="with --attach: the server's admin key, if it has one, in the same form",
     )
-    parser.add_argument("--no-wait", action="store_true", help="return at once, not when it is done")
+    parser.add_argument("--no-wait", action="store_true", help="return at once, without waiting for the change")
     parser.add_argument("--json", action="store_true", help="print the engines as JSON")
 
 
@@ -49,7 +52,7 @@ def run_scale(args: argparse.Namespace) -> int:
         console.print_json(data=found)
     else:
         if number is not None:
-            console.print(result or "the run does it at its next weight sync")
+            console.print(result or "the change will be made at the run's next weight sync")
         console.print(as_table(found["engines"]))
     return 1 if result.startswith("refused") else 0
 
@@ -61,7 +64,7 @@ def order_of(args: argparse.Namespace) -> dict[str, Any] | None:
     from mslime.config.keys import read_secret
 
     if args.attach is None and (args.key or args.admin_key):
-        raise ConfigError("--key", args.key or args.admin_key, "belongs to --attach", "name the server: --attach URL")
+        raise ConfigError("--key", args.key or args.admin_key, "needs --attach", "name the server: --attach URL")
     order = {name: value for name in ("engines", "attach", "drain") if (value := getattr(args, name)) is not None}
     for name, flag, where in (("api_key", "--key", args.key), ("admin_api_key", "--admin-key", args.admin_key)):
         if where:
@@ -102,7 +105,6 @@ SCALE = Command(
     "show, add or remove the engines of a run that is training",
     _add_arguments,
     run_scale,
-    description="Shows the engines of a running run. With an option, changes them at the run's "
-    "next weight sync; nothing that was generated is lost. Call it on the machine of "
-    "the run's driver.",
+    description="Shows the engines of an active run. With an option, changes them at the run's next weight sync, "
+    "without losing generated tokens. Call it on the machine of the run's driver.",
 )

@@ -48,16 +48,16 @@ class AdvantageConfig(Section):
     )
     whiten: bool | None = Field(
         default=None,
-        description="Advantages to mean 0 and variance 1 over all trained tokens. Default: on for reinforce_pp, "
-        "reinforce_pp_baseline and gae.",
+        description="Normalise advantages to mean 0 and variance 1 over all trained tokens. Default: on for "
+        "reinforce_pp, reinforce_pp_baseline and gae.",
     )
     gamma: float = Field(
-        default=1.0, ge=0, le=1, description="reinforce_pp, gae: discount of one trained token to the next."
+        default=1.0, ge=0, le=1, description="reinforce_pp, gae: discount from one trained token to the next."
     )
     credit: Credit = Field(
         default="sequences",
-        description="Order of time in rollouts of several sequences, for rewards of steps, discounts, values and a KL "
-        "in the reward. sequences: each has its own time. turns: all turns as generated, as one sequence "
+        description="Time order in rollouts of several sequences, for step rewards, discounts, values and a KL in the "
+        "reward. sequences: each sequence has its own time. turns: all turns in order of generation, as one sequence "
         "(docs/algorithms.md#advantages).",
     )
     gae_lambda: float = Field(default=1.0, ge=0, le=1, description="gae: 1 is the return minus the value.")
@@ -146,8 +146,8 @@ def with_loss_defaults(values: dict[str, object]) -> dict[str, object]:
     if isinstance(given, str):
         given = merged["correction"] = {"preset": given}
     if isinstance(base, dict) and isinstance(given, dict):
-        asked = cast("dict[str, object]", given)
-        merged["correction"] = asked if asked.get("function") else {**base, **asked}
+        own = cast("dict[str, object]", given)
+        merged["correction"] = own if own.get("function") else {**base, **own}
     return merged
 
 
@@ -155,7 +155,9 @@ class SAPOConfig(Section):
     """Temperatures of SAPO's soft gate (arXiv 2511.20347)."""
 
     tau_positive: float = Field(default=1.0, gt=0, description="For tokens with a positive advantage.")
-    tau_negative: float = Field(default=1.05, gt=0, description="For the others: higher, so that they fade sooner.")
+    tau_negative: float = Field(
+        default=1.05, gt=0, description="For all other tokens: higher, so their weights decay faster."
+    )
 
 
 class TOPRConfig(Section):
@@ -242,7 +244,8 @@ class CorrectionConfig(Section):
     shorthand: ClassVar[str] = "preset"
 
     preset: str | None = Field(
-        default="tis", description="Named starting point; fields given beside it win over it. Also a `function`'s name."
+        default="tis",
+        description="Named preset; other fields of this section override its values. Also accepts a `function`.",
     )
     function: str | None = Field(
         default=None,
@@ -251,23 +254,23 @@ class CorrectionConfig(Section):
     )
     level: Literal["token", "segment", "sequence", "geometric"] = Field(
         default="token",
-        description="What one ratio or divergence is over: a token, the product (sum) over a weight-version segment "
-        "or a sequence, or the geometric (arithmetic) mean over a sequence.",
+        description="Unit of a ratio or divergence: a token, the product (sum) over a weight-version segment or a "
+        "sequence, or the geometric (arithmetic) mean over a sequence.",
     )
     reference: Literal["recompute", "rollout"] = Field(
         default="recompute",
         description="Old policy of the clipped ratio. recompute: the trainer's log-probs. rollout: the engine's; the "
-        "ratio itself corrects, no weight applies, and only mask and drop act.",
+        "ratio itself corrects, so no weights apply, and only mask and drop have an effect.",
     )
     action: Literal["truncate", "mask", "clip", "drop", "none"] = Field(
         default="truncate",
-        description="truncate: min(rho, high). clip: rho into [low, high]. mask: a token outside the band leaves the "
-        "loss. drop: its whole sequence leaves.",
+        description="truncate: min(rho, high). clip: rho into [low, high]. mask: remove a token outside the band from "
+        "the loss. drop: remove its whole sequence.",
     )
     metric: Literal["ratio", "k1", "k2", "k3", "binary_kl", "tv"] = Field(
         default="ratio",
-        description="Compared with the bounds: rho, an estimate of KL(mu || pi), the larger binary KL of the sampled "
-        "token, or its difference of probabilities.",
+        description="Quantity compared with the bounds. ratio: rho. k1, k2, k3: estimates of KL(mu || pi). binary_kl: "
+        "the larger binary KL of the sampled token. tv: its difference of probabilities.",
     )
     policy: Literal["old", "current"] = Field(
         default="old",
@@ -277,25 +280,28 @@ class CorrectionConfig(Section):
     high: float | None = Field(default=None, description="Upper bound; null: none.")
     kept_weight: Literal["ratio", "one", "token"] = Field(
         default="ratio",
-        description="What tokens kept by mask or drop weigh: rho of `level`, 1, or min(token rho, token_cap).",
+        description="Weight of tokens kept by mask or drop. ratio: rho of `level`. one: 1. token: min(token rho, "
+        "token_cap).",
     )
     token_cap: float = Field(default=2.0, gt=0, le=1e6, description="Cap of the token's rho when kept_weight is token.")
     normalise: bool = Field(default=False, description="Divide weights by their mean over the step.")
     negative_advantage_only: bool = Field(
-        default=False, description="mask and drop: only sequences with a negative advantage can leave the loss."
+        default=False, description="mask and drop: remove only sequences with a negative advantage."
     )
     outward_only: bool = Field(
         default=False,
-        description="mask and drop, level token: only tokens moved in the direction of their advantage, (pi - mu) A > "
-        "0, leave the loss.",
+        description="mask and drop, level token: remove only tokens that moved in the direction of their advantage, "
+        "(pi - mu) A > 0.",
     )
     max_age: int | None = Field(
         default=None,
         ge=0,
-        description="Tokens of segments older than this many versions weigh `old_weight` times as much; null: no "
+        description="Weights of tokens more than this many versions old are multiplied by `old_weight`; null: no "
         "bound.",
     )
-    old_weight: float = Field(default=0.0, ge=0, lt=1, description="Of tokens beyond max_age; 0 masks them.")
+    old_weight: float = Field(
+        default=0.0, ge=0, lt=1, description="Factor on weights of tokens beyond max_age; 0 masks them."
+    )
 
     @classmethod
     def prepare(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -313,8 +319,8 @@ class CorrectionConfig(Section):
             raise ConfigError(
                 "algorithm.correction.preset",
                 preset,
-                f"known presets are {', '.join(PRESETS)}",
-                "pick one, or set preset: null and give level, action and bounds",
+                f"unknown preset. Known: {', '.join(PRESETS)}",
+                "choose one, or set preset: null with level, action and bounds",
             )
         return {**PRESETS[preset], **values}
 
@@ -339,12 +345,12 @@ class CorrectionConfig(Section):
             for name, idle in unused.items():
                 yield (
                     getattr(self, name) != idle, name, getattr(self, name),
-                    f"has no effect beside function = {self.function}, which decides weights and mask",
-                    "remove it, or the function",
+                    f"has no effect with function = {self.function}, which returns weights and mask",
+                    "remove it, or remove function",
                 )  # fmt: skip
         yield (  # only k1 can be negative
             high is not None and high < 0 and metric != "k1", "high", high,
-            f"the metric {metric} is never negative, so nothing would be inside",
+            f"the metric {metric} is never negative, so no value is within the bounds",
             "give a bound above 0, or null for none",
         )  # fmt: skip
         yield (
@@ -374,11 +380,11 @@ class CorrectionConfig(Section):
             )  # fmt: skip
         yield (
             self.outward_only and level != "token", "outward_only", True,
-            f"is about single tokens, and level is {level}", "use level: token, or leave it false",
+            f"applies to single tokens, but level is {level}", "use level: token, or leave it false",
         )  # fmt: skip
         yield (
             self.normalise and self.reference == "rollout", "normalise", True,
-            "there are no weights when reference is rollout", "set normalise: false, or reference: recompute",
+            "no weights apply with reference: rollout", "set normalise: false, or reference: recompute",
         )  # fmt: skip
 
 
@@ -393,16 +399,18 @@ class AlgorithmConfig(AdvantageConfig):
     clip_low: float = Field(
         default=0.2,
         ge=0,
-        description="Lower trust region of the ratio (ppo, cispo, gspo), log-ratio (gmpo) or probability (dppo_tv, "
-        "ipo): 1 - clip_low for a ratio. The default is ppo's; each loss has its own.",
+        description="Lower width of the trust region, for the ratio (ppo, cispo, gspo; lower bound 1 - clip_low), "
+        "log-ratio (gmpo) or probability (dppo_tv, ipo). The default is ppo's; each loss has its own.",
     )
     clip_high: float = Field(
-        default=0.28, ge=0, description="Trust region above; ppo's default is clip-higher (DAPO, arXiv 2503.14476)."
+        default=0.28,
+        ge=0,
+        description="Upper width of the trust region; ppo's default is clip-higher (DAPO, arXiv 2503.14476).",
     )
     clip_dual: float | None = Field(
         default=None,
         gt=1,
-        description="ppo, gspo: dual clip; a negative advantage A costs at most -clip_dual A.",
+        description="ppo, gspo: dual clip; the loss of a token with negative advantage A is at most -clip_dual A.",
     )
     sapo: SAPOConfig = Field(default_factory=SAPOConfig)
     topr: TOPRConfig = Field(default_factory=TOPRConfig)
@@ -412,17 +420,19 @@ class AlgorithmConfig(AdvantageConfig):
     kl_coef: float = Field(default=0.0, ge=0, description="Weight of the KL to the reference policy.")
     kl_type: KLType = Field(default="low_var", description="Per-token estimate of the KL; low_var is k3, at most 10.")
     kl_in: Literal["loss", "reward"] = Field(
-        default="loss", description="Where the KL acts: as a term of the loss, or taken from the tokens' rewards."
+        default="loss",
+        description="Where the KL is applied: added to the loss, or subtracted from the tokens' rewards.",
     )
     kl_unbiased: bool = Field(
         default=False,
-        description="In the loss: times pi / mu, which makes the estimate's gradient the KL's (arXiv 2512.02556).",
+        description="kl_in loss: multiply the estimate by pi / mu; its gradient is then the KL's gradient (arXiv "
+        "2512.02556).",
     )
     entropy_coef: float = Field(default=0.0, le=1e6, description="Weight of an entropy bonus in the loss.")
     old_log_probs: Literal["auto", "always"] = Field(
         default="auto",
-        description="auto: a separate old-log-prob pass only when something needs it (several optimizer steps per "
-        "rollout, sequence-level corrections).",
+        description="auto: a separate old-log-prob pass only if it is needed (several optimizer steps per rollout, "
+        "sequence-level corrections).",
     )
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
 
@@ -448,18 +458,19 @@ class CriticConfig(Section):
     )
     placement: Literal["shared", "separate"] = Field(
         default="shared",
-        description="shared: on the policy's GPUs, in the same processes. separate: on as many GPUs of its own.",
+        description="shared: on the policy's GPUs, in the same processes. separate: on its own GPUs, as many as the "
+        "policy has.",
     )
     lr: float = Field(default=1e-5, gt=0, description="Peak learning rate of the critic.")
-    min_lr: float = Field(default=0.0, ge=0, description="Where the critic's learning rate decays to.")
-    lr_warmup_steps: int = Field(default=0, ge=0, description="Optimizer steps; decay and Adam's settings are train's.")
-    warmup_steps: int = Field(
-        default=0, ge=0, description="Steps at the beginning of the run in which the critic alone is trained."
+    min_lr: float = Field(default=0.0, ge=0, description="Final learning rate of the critic.")
+    lr_warmup_steps: int = Field(
+        default=0, ge=0, description="Optimizer steps of warm-up. `train` sets decay and Adam."
     )
+    warmup_steps: int = Field(default=0, ge=0, description="Steps at the start of the run that train only the critic.")
     value_clip: float | None = Field(
         default=0.2,
         gt=0,
-        description="How far a value may move in an update without losing its gradient; null: any.",
+        description="Clip range of a value around its old value, with gradient 0 beyond it; null: no clipping.",
     )
 
 
@@ -467,7 +478,7 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
     """Reject settings with which nothing is learned. Raises ConfigError."""
     if algorithm.advantage == "none" and algorithm.opd_coef == 0:
         raise ConfigError(
-            "algorithm.advantage", "none", "every advantage would be 0, so nothing would be learnt from rewards",
+            "algorithm.advantage", "none", "all advantages would be 0, so rewards would have no effect",
             "distil a teacher (algorithm.opd_coef), or choose another advantage",
         )  # fmt: skip
 

@@ -86,13 +86,13 @@ class Section(BaseModel):
     def _booleans_are_no_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         kinds = alternatives(cls.model_fields[str(info.field_name)].annotation)
         if isinstance(value, str) and not value.strip() and Path in kinds:
-            raise ValueError("must not be empty: it is a path")
+            raise ValueError("must not be an empty path")
         if dict[str, Any] in kinds and not is_finite(value):
             raise ValueError("numbers in it must be finite")
         if bool in kinds and not isinstance(value, bool | None):
             raise ValueError("must be true or false")
         if isinstance(value, bool) and bool not in kinds and not kinds & {Any, object}:
-            raise ValueError(f"must not be {str(value).lower()}: true and false are no numbers or words here")
+            raise ValueError(f"must not be {str(value).lower()}: a boolean is not valid here")
         return value
 
     def given(self) -> dict[str, Any]:
@@ -256,8 +256,8 @@ def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
     known = list(choices)
     if value in known or re.fullmatch(r"[^\s:]+:[^\W\d]\w*", value):
         return
-    named = f"is {', '.join(known)} or `module:function`" if known else "a function is named `module:function`"
-    raise ConfigError(setting, value, named, nearest(value, known) or "write for example my_project.functions:mine")
+    named = f"must be {', '.join(known)} or `module:function`" if known else "must be a function, `module:function`"
+    raise ConfigError(setting, value, named, nearest(value, known) or "for example my_project.functions:mine")
 
 
 def check_url(field: str, url: str, example: str) -> None:
@@ -266,9 +266,9 @@ def check_url(field: str, url: str, example: str) -> None:
         raise ConfigError(field, url, "is not a URL", f"write for example {example}")
     parts = urlsplit(url)
     if parts.username is not None or parts.password is not None:
-        raise ConfigError(field, "(not shown)", "a URL holds no user or password: config.yaml and logs show it",
-                          "give the key by its own setting")  # fmt: skip
+        raise ConfigError(field, "(not shown)", "must not contain a user or password: config.yaml and logs show it",
+                          "set the key in its own setting")  # fmt: skip
     try:
-        parts.port  # noqa: B018  raises where it is none
+        parts.port  # noqa: B018  raises if it is invalid
     except ValueError as error:
-        raise ConfigError(field, url, f"is not a URL ({error})", f"write for example {example}") from error
+        raise ConfigError(field, url, f"is not a valid URL ({error})", f"write for example {example}") from error

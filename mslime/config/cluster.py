@@ -14,13 +14,13 @@ from mslime.config.base import Device, OffloadTo, Placement, Section, Task
 from mslime.config.errors import ConfigError
 
 _OWN_VARIABLES: dict[str, str] = {
-    "CUDA_VISIBLE_DEVICES": "Ray gives every process its own GPUs",
-    "PYTHONPATH": "workers import what the driver imports",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "megatron-core and SGLang want different values, and set them",
+    "CUDA_VISIBLE_DEVICES": "Ray assigns GPUs to processes",
+    "PYTHONPATH": "workers use the driver's import path",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "megatron-core and SGLang need different values, and set them",
     "OMP_NUM_THREADS": "use cluster.trainer_threads",
     "MKL_NUM_THREADS": "use cluster.trainer_threads",
-    "RANK": "mslime numbers the ranks",
-    "WORLD_SIZE": "mslime counts the ranks",
+    "RANK": "mslime sets the rank",
+    "WORLD_SIZE": "mslime sets the number of ranks",
     "MASTER_ADDR": "mslime sets the address of the rendezvous",
     "MASTER_PORT": "mslime sets the address of the rendezvous",
 }
@@ -30,79 +30,79 @@ RAY_START = "`ray start --head` on one machine and `ray start --address=THAT_MAC
 class ClusterConfig(Section):
     """Machines and Ray: devices, placement of trainer and engines, environment of the processes."""
 
-    device: Device = Field(default="auto", description="auto: cuda when a GPU is visible, else cpu.")
+    device: Device = Field(default="auto", description="auto: cuda if a GPU is visible, else cpu.")
     trainer_ranks: int | None = Field(
         default=None, ge=1, le=65536, description="Trainer processes; default TP x PP x CP."
     )
     placement: Placement = Field(
         default="separate",
-        description="separate: engines have their own GPUs. colocated: they share the trainer's, in turn "
+        description="separate: engines have their own GPUs. colocated: engines and trainer take turns on the same GPUs "
         "(docs/colocated.md).",
     )
     offload_to: OffloadTo = Field(
         default="auto",
-        description="colocated: where weights and optimizer are during generation. memory: pinned host memory. disk: "
+        description="colocated: place of weights and optimizer during generation. memory: pinned host memory. disk: "
         "files. auto: memory on a GPU, disk on a CPU.",
     )
     offload_directory: Path | None = Field(
         default=None,
-        description="colocated, disk: a directory on a fast local disk of each trainer host, for files that end with "
-        "their process. null: the run's.",
+        description="colocated, disk: a directory on a fast local disk of each trainer host, for files that are "
+        "deleted with their process. null: the run's.",
     )
     gpus_per_node: int = Field(default=8, ge=1, description="GPUs of one machine, for placement.")
     gpu_memory_gb: float = Field(
-        default=80, gt=0, description="Memory of one GPU as it is sold (80, 141), for `mslime plan`."
+        default=80, gt=0, description="Nominal memory of one GPU (80, 141), for `mslime plan`."
     )
     host_memory_gb: float | None = Field(
         default=None,
         gt=0,
-        description="Memory of one host. plan, check and train refuse a run that needs more than 90% of it by `mslime "
-        "plan`; null: no check.",
+        description="Memory of one host. plan, check and train reject a run for which `mslime plan` estimates more "
+        "than 90% of it; null: no check.",
     )
     gpu_network_gbits: float = Field(
         default=400,
         gt=0,
-        description="Network of one GPU, in Gb/s, for the least time of a sync in `mslime plan`.",
+        description="Network bandwidth of one GPU, in Gb/s, for the lower bound on sync time in `mslime plan`.",
     )
     gpu_nvlink_gb_per_s: float = Field(
         default=450,
         gt=0,
-        description="From GPU to GPU of one host, in GB/s, for the least time of a sync in `mslime plan`.",
+        description="Bandwidth between GPUs of one host, in GB/s, for the lower bound on sync time in `mslime plan`.",
     )
     gpu_host_gb_per_s: float = Field(
         default=25,
         gt=0,
-        description="Rate between a GPU and its host, in GB/s, while all GPUs of a host copy, for `mslime plan`. "
-        "Default: half of PCIe 5's.",
+        description="Bandwidth between a GPU and its host, in GB/s, while all GPUs of the host copy, for `mslime "
+        "plan`. Default: half of PCIe 5.0.",
     )
     directory_gb_per_s: float = Field(
         default=10,
         gt=0,
-        description="Rate of a shared directory, in GB/s of all hosts together, for `mslime plan`. The default is an "
-        "assumption.",
+        description="Bandwidth of a shared directory, in GB/s for all hosts together, for `mslime plan`. The default "
+        "is an assumption.",
     )
     ray_address: str | None = Field(
         default_factory=lambda: os.environ.get("RAY_ADDRESS") or None,
-        description="Address of a Ray cluster (HOST:6379, or auto on one of its hosts). Default: RAY_ADDRESS, else a "
-        "Ray of the run's own on this host.",
+        description="Address of a Ray cluster (HOST:6379, or auto on one of its hosts). Default: RAY_ADDRESS, else the "
+        "run starts Ray on this host.",
     )
     join_s: float = Field(
         default=0,
         le=1e9,
         ge=0,
-        description="Seconds to wait for hosts that are joining the Ray cluster; 0: a cluster that is too small is "
-        "refused at once.",
+        description="Seconds to wait for more hosts to join the Ray cluster; 0: reject a cluster that is too small at "
+        "once.",
     )
     restarts: int = Field(
         default=3,
         ge=0,
-        description="Restarts in a row after a lost trainer rank or rollout service; engines stay, and a new "
-        "checkpoint resets the count. 0, placement colocated or several adapters: the run ends.",
+        description="Consecutive restarts after a lost trainer rank or rollout service; engines keep running, and a "
+        "new checkpoint resets the count. With 0, placement colocated or several adapters, the run ends.",
     )
     env: dict[str, Annotated[str, Field(coerce_numbers_to_str=True)]] = Field(
         default_factory=dict,
-        description="Environment variables of all processes of the run, for example NCCL_DEBUG. config.yaml of the "
-        "run shows them: no secrets.",
+        description="Environment variables of all processes of the run, for example NCCL_DEBUG. No secrets: the run's "
+        "config.yaml shows them.",
     )
     trainer_threads: int = Field(default=1, ge=1, description="Intra-op CPU threads of a trainer rank.")
 
@@ -116,8 +116,8 @@ class ClusterConfig(Section):
     def _one_of_rays(cls, address: str | None) -> str | None:
         if address is not None and address.startswith("ray://"):
             raise ConfigError(
-                "cluster.ray_address", address, "mslime does not speak Ray's client protocol",
-                "start mslime on a machine of the cluster, and give HOST:6379, or auto",
+                "cluster.ray_address", address, "Ray's client protocol is not supported",
+                "start mslime on a machine of the cluster, and set HOST:6379 or auto",
             )  # fmt: skip
         return None if address == "local" else address
 
@@ -128,7 +128,9 @@ class ClusterConfig(Section):
             if name in _OWN_VARIABLES:
                 raise ConfigError(f"cluster.env.{name}", value, _OWN_VARIABLES[name], "remove it")
             if not name or "=" in name or "\0" in name + value:
-                raise ConfigError("cluster.env", name, "is no name of an environment variable", "write NAME: value")
+                raise ConfigError(
+                    "cluster.env", name, "is not a valid name of an environment variable", "write NAME: value"
+                )
         return env
 
 
@@ -147,9 +149,9 @@ def check_cluster(cluster: ClusterConfig, *, task: Task) -> None:
         return
     if cluster.offload_directory is not None and cluster.offload_to == "memory":
         raise ConfigError("cluster.offload_directory", str(cluster.offload_directory),
-                       "nothing is put on a disk with cluster.offload_to: memory", "remove one of the two")  # fmt: skip
+                       "has no effect with cluster.offload_to: memory", "remove one of the two")  # fmt: skip
     if task == "sft":
-        raise not_colocated("supervised training has no engines that could share GPUs", "remove it")
+        raise not_colocated("supervised training has no engines", "remove it")
 
 
 def not_colocated(rule: str, hint: str) -> ConfigError:

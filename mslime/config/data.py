@@ -16,15 +16,15 @@ from mslime.config.train import TrainConfig
 class EvalSetConfig(Section):
     """One held-out set."""
 
-    name: str = Field(description="Its metrics are eval/NAME/...: letters, digits and _ . @ + -.")
+    name: str = Field(description="Name in the metrics eval/NAME/...; letters, digits and _ . @ + -.")
     path: str = Field(description="JSONL or parquet, optionally sliced: `file@[0:200]`.")
     samples_per_prompt: int = Field(
         default=1, ge=1, description="n: responses per prompt; pass@k is reported for k <= n."
     )
-    temperature: float = Field(default=0.0, le=1000, ge=0, description="Of sampling; 0 is greedy.")
+    temperature: float = Field(default=0.0, le=1000, ge=0, description="Sampling temperature; 0 is greedy.")
     max_response_tokens: int | None = Field(default=None, ge=1, description="Default: rollout.max_response_tokens.")
     reward: ScoringConfig | None = Field(
-        default=None, description="How this set is scored; default: as in training, without penalties."
+        default=None, description="Scoring of this set; default: as in training, without penalties."
     )
 
 
@@ -36,11 +36,10 @@ class DataConfig(Section):
     )
     source: str | None = Field(
         default=None,
-        description="rl: `module:function`(data, seed) -> an object that is iterated over for prompts, instead of the "
-        "files (docs/extending.md).",
+        description="rl: `module:function`(data, seed) -> iterable of prompts, in place of files (docs/extending.md).",
     )
-    prompt_key: str = Field(default="prompt", description="A string, or a list of chat messages.")
-    label_key: str | None = Field(default="label", description="Handed to the reward; null when there is none.")
+    prompt_key: str = Field(default="prompt", description="Key of the prompt: a string, or a list of chat messages.")
+    label_key: str | None = Field(default="label", description="Key of the label for the reward; null: none.")
     messages_key: str | None = Field(
         default=None,
         description="sft: key of a list of {role, content} messages for the chat template, in place of prompt_key and "
@@ -52,24 +51,24 @@ class DataConfig(Section):
         "functions; null: none.",
     )
     metadata_key: str | None = Field(
-        default=None, description="Key of an object that rewards and filters get with the sample; null: none."
+        default=None, description="Key of an object that is passed to rewards and filters with the sample; null: none."
     )
     apply_chat_template: bool = Field(
         default=False,
         description="Render prompts with the tokenizer's chat template; a plain string becomes a user's message.",
     )
     chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Handed to the template, for example {enable_thinking: false}."
+        default_factory=dict, description="Arguments of the template, for example {enable_thinking: false}."
     )
     shuffle: bool = Field(
         default=True,
-        description="Rows in an order by the seed, anew in each pass; else in the files' order.",
+        description="Shuffle rows by the seed, differently in each pass; else keep the files' order.",
     )
     max_prompt_tokens: int | None = Field(
         default=None, ge=1, description="Longer prompts are skipped, and counted in data/skipped_rows."
     )
     eval_sets: list[EvalSetConfig] = Field(
-        default_factory=list[EvalSetConfig], description="Held-out sets, each a mapping of these."
+        default_factory=list[EvalSetConfig], description="Held-out sets, each a mapping of these keys."
     )
 
 
@@ -90,7 +89,7 @@ def check_data(data: DataConfig, train: TrainConfig, *, own_prompts: bool) -> No
          "write the rows to a file, and name it in data.prompts"),
         (not data.prompts and data.source is None and not own_prompts, "prompts", [],
          "at least one file of prompts is needed",
-         "name a .jsonl or .parquet file in the run's file, or give --data.prompts"),
+         "name a .jsonl or .parquet file in the YAML file, or with --data.prompts"),
     ])  # fmt: skip
     names = [s.name for s in data.eval_sets]
     twice = next((n for n in names if names.count(n) > 1), None)
@@ -102,10 +101,10 @@ def check_data(data: DataConfig, train: TrainConfig, *, own_prompts: bool) -> No
         usable = re.sub(r"[^a-zA-Z0-9_.@+-]+", "_", s.name) or "test"
         refuse_first("data", [
             (re.fullmatch(r"[\w.@+-]+", s.name) is None, f"eval_sets[{i}].name", s.name,
-             "a name is letters, digits and _ . @ + -",
+             "must consist of letters, digits and _ . @ + -",
              f"it becomes the metrics eval/NAME/...; write for example {usable}"),
             (s.samples_per_prompt > 1 and s.temperature == 0, f"eval_sets.{s.name}.temperature", 0.0,
-             f"{s.samples_per_prompt} greedy responses would be equal, so pass@k means nothing",
+             f"{s.samples_per_prompt} greedy responses would be equal, so pass@k is meaningless",
              "set a temperature, or samples_per_prompt: 1"),
         ])  # fmt: skip
 
@@ -115,14 +114,16 @@ def _check_messages(data: DataConfig, train: TrainConfig) -> None:
     messages = data.messages_key
     refuse_first("data", [(
         data.tools_key is not None and messages is None and not data.apply_chat_template, "tools_key", data.tools_key,
-        "tools are offered by a chat template, and none is used", "set data.apply_chat_template, or remove it",
+        "tools need a chat template, and data.apply_chat_template is "
+        "false", "set it to true, or remove data.tools_key",
     )])  # fmt: skip
     refuse_first("train", [(
         messages is None and train.sft_loss_on != "all", "sft_loss_on", train.sft_loss_on,
-        "acts on conversations, and data.messages_key names none", "set data.messages_key, or remove it",
+        "applies to conversations, and data.messages_key is not set", "set data.messages_key, or remove it",
     )])  # fmt: skip
     refuse_first("data", [
-        (messages is not None and train.task == "rl", "messages_key", messages, "conversations are for train.task: sft",
+        (messages is not None and train.task == "rl", "messages_key", messages, "conversations are supported for "
+        "train.task: sft only",
          "name the prompt's messages with data.prompt_key, and set data.apply_chat_template: true"),
         (messages is not None and data.max_prompt_tokens is not None, "max_prompt_tokens", data.max_prompt_tokens,
          "a conversation has no prompt to measure", "set train.sft_too_long, and rollout.max_total_tokens"),

@@ -23,8 +23,8 @@ MASK_LIMIT = 4096
 SGLANG_RESERVED: dict[str, str] = {
     "model_path": "use model.path",
     "tokenizer_path": "use model.tokenizer_path",
-    "host": "engines are launched and found by mslime",
-    "port": "engines are launched and found by mslime",
+    "host": "mslime launches engines and sets their addresses",
+    "port": "mslime launches engines and sets their addresses",
     "device": "use cluster.device",
     "enable_return_routed_experts": "it follows train.replay",
     "skip_server_warmup": "the capability handshake is the warm-up",
@@ -36,27 +36,27 @@ SGLANG_RESERVED: dict[str, str] = {
     "checkpoint_engine_wait_weights_before_ready": "weights are sent to engines that are ready",
     "tokenizer_worker_num": "with several tokenizer processes the server accepts requests without a key",
     "node_rank": "mslime numbers the machines of an engine (nnodes)",
-    "dist_init_addr": "mslime sets the meeting address of an engine's machines (nnodes)",
-    "custom_sigquit_handler": "mslime ends its servers itself, and leaves none behind",
+    "dist_init_addr": "mslime sets the rendezvous address of an engine's machines (nnodes)",
+    "custom_sigquit_handler": "mslime stops its servers itself",
     "load_publish_endpoint": "mslime queries the load of engines itself, and their ports are not open to others",
     "use_ray": "mslime places its servers itself",
-    "grpc_mode": "engines are spoken to over HTTP",
-    "smg_grpc_mode": "engines are spoken to over HTTP",
-    "fastapi_root_path": "engines are spoken to at the root of their URL",
-    "ssl_keyfile": "launched engines are spoken to over plain HTTP; run them yourself behind TLS and give urls",
-    "ssl_certfile": "launched engines are spoken to over plain HTTP; run them yourself behind TLS and give urls",
-    "ssl_keyfile_password": "launched engines are spoken to over plain HTTP",
+    "grpc_mode": "mslime uses the HTTP interface of engines",
+    "smg_grpc_mode": "mslime uses the HTTP interface of engines",
+    "fastapi_root_path": "mslime sends requests to the root of an engine's URL",
+    "ssl_keyfile": "launched engines use plain HTTP; for TLS, start them yourself and set urls",
+    "ssl_certfile": "launched engines use plain HTTP; for TLS, start them yourself and set urls",
+    "ssl_keyfile_password": "launched engines use plain HTTP",
     "is_embedding": "engines must generate",
     "encoder_only": "engines must generate",
     "disaggregation_mode": "use sglang.pairs: mslime starts the two halves of a pair together",
     "disaggregation_transfer_backend": "use sglang.pairs",
     "disaggregation_bootstrap_port": "mslime picks a free one for each pair (sglang.pairs)",
-    "disaggregation_decode_retraction_backup": "a request that is put back has no routes; it is sampled anew from what "
-    "it had",
-    "enable_pd_role_switch": "a pair stays one (sglang.pairs)",
-    "allow_auto_truncate": "a prompt that was cut in silence would be trained on as if it had been read",
-    "preferred_sampling_params": "sampling is set in rollout, so that the log-probs are those of what was drawn",
-    "enable_watermark": "a watermark draws from another distribution than the one whose log-probs are reported",
+    "disaggregation_decode_retraction_backup": "a retracted request loses its routes; it is continued as a new request",
+    "enable_pd_role_switch": "roles in a pair are fixed (sglang.pairs)",
+    "allow_auto_truncate": "a silently cut prompt would be trained as if the engine had read all of it",
+    "preferred_sampling_params": "sampling is set in rollout; log-probs must match the distribution that tokens are "
+    "drawn from",
+    "enable_watermark": "with a watermark, reported log-probs do not match the distribution that tokens are drawn from",
 }
 
 SGLANG_TESTED = frozenset(
@@ -82,10 +82,10 @@ class SGLangConfig(EngineSection):
     reserved: ClassVar[dict[str, str]] = SGLANG_RESERVED
     tested: ClassVar[frozenset[str]] = SGLANG_TESTED
 
-    num_engines: int = Field(default=1, ge=1, le=65536, description="Servers to launch (ignored when `urls` is given).")
+    num_engines: int = Field(default=1, ge=1, le=65536, description="Servers to launch (ignored if `urls` is set).")
     restarts: int = Field(
         default=3, ge=0,
-        description="Restarts in a row of a launched engine that died; ten syncs reset the count. If no engine is "
+        description="Consecutive restarts of a launched engine that died; ten syncs reset the count. If no engine is "
         "left, the run waits.",
     )  # fmt: skip
     urls: list[str] = Field(default_factory=list, description="Attach to these running servers instead of launching.")
@@ -96,7 +96,7 @@ class SGLangConfig(EngineSection):
     )
     admin_api_key: ServerKey | None = Field(
         default=None,
-        description="Key of the servers' control endpoints (weights, pauses), where it is not api_key; the same forms.",
+        description="Key of the servers' control endpoints (weights, pauses), if it differs from api_key; same forms.",
     )
     tp_size: int = Field(default=1, ge=1, description="GPUs of one engine.")
     nnodes: int = Field(
@@ -106,20 +106,20 @@ class SGLangConfig(EngineSection):
     )
     pairs: KVTransfer | None = Field(
         default=None,
-        description="Each engine is two servers of tp_size GPUs, one for prefill and one for decoding, with this way "
-        "to move caches. null: one server.",
+        description="Each engine is two servers of tp_size GPUs, one for prefill and one for decoding, with this "
+        "transport for caches. null: one server.",
     )
     ep_size: int = Field(default=1, ge=1, description="GPUs of an engine that its experts are divided over.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="Of the engines' weights. auto: float32 on a CPU, on a GPU the checkpoint's bfloat16 or "
-        "megatron.params_dtype. Never float16.",
+        description="Dtype of the engines' weights. auto: float32 on a CPU, on a GPU the checkpoint's bfloat16 or "
+        "megatron.params_dtype. float16 is not supported.",
     )
     mem_fraction_static: float | None = Field(
         default=None, gt=0, lt=1, description="Share of a GPU's memory for weights and cache; null: SGLang decides."
     )
     max_total_tokens: int | None = Field(
-        default=None, ge=1, description="Tokens in an engine's cache; null: what memory allows (65,536 on a CPU)."
+        default=None, ge=1, description="Tokens in an engine's cache; null: as many as memory allows (65,536 on a CPU)."
     )
     max_running_requests: int | None = Field(
         default=None, ge=1, description="Requests that an engine decodes at once; null: SGLang decides."
@@ -158,11 +158,12 @@ class SGLangConfig(EngineSection):
         where = "its machine" if self.nnodes == 1 else f"each of its {self.nnodes} machines"
         refuse_first(self.name, [
             (self.tp_size % self.nnodes, "nnodes", self.nnodes,
-             f"{self.tp_size} GPUs ({self.name}.tp_size) cannot be shared out equally", "choose a divisor of tp_size"),
+             f"{self.tp_size} GPUs ({self.name}.tp_size) cannot be divided equally among "
+             "hosts", "choose a divisor of tp_size"),
             (self.gpus_a_machine > gpus_per_node, "tp_size", self.tp_size,
-             f"an engine has {self.gpus_a_machine} GPUs on {where}, and a machine has {gpus_per_node} "
+             f"an engine has {self.gpus_a_machine} GPUs on {where}, but a machine has {gpus_per_node} "
              "(cluster.gpus_per_node)",
-             f"let it span more machines ({self.name}.nnodes: {-(-self.tp_size // gpus_per_node)}), or lower it"),
+             f"use more machines ({self.name}.nnodes: {-(-self.tp_size // gpus_per_node)}), or lower it"),
         ])  # fmt: skip
 
     @property
@@ -190,7 +191,7 @@ class SGLangConfig(EngineSection):
 
 TEACHER_RESERVED: dict[str, str] = SGLANG_RESERVED | {
     "model_path": "use teacher.path",
-    "tokenizer_path": "it is that of teacher.path",
+    "tokenizer_path": "the tokenizer of teacher.path is used",
     "enable_return_routed_experts": "a teacher's routes are not used",
 }
 
@@ -209,14 +210,15 @@ class TeacherConfig(SGLangConfig):
     )
     restarts: int = Field(
         default=0, ge=0, le=0,
-        description="0: a teacher that died is not started again. Others take its work; without one the run ends.",
+        description="Must be 0: a dead teacher server is not restarted. Others take over its work; if none is left, "
+        "the run ends.",
     )  # fmt: skip
-    pairs: KVTransfer | None = Field(default=None, description="null is all there is: a teacher only prefills.")
-    concurrency: int = Field(default=64, ge=1, description="Responses that are being scored at once, per server.")
+    pairs: KVTransfer | None = Field(default=None, description="Must be null: a teacher only prefills.")
+    concurrency: int = Field(default=64, ge=1, description="Responses scored at once, per server.")
     placement: Placement = Field(
         default="separate",
-        description="separate: launched servers have their own GPUs. colocated (with cluster.placement: colocated): "
-        "the last trainer GPUs without an engine; weights are in host memory while the trainer works.",
+        description="separate: launched servers have their own GPUs. colocated (with cluster.placement: colocated): on "
+        "the trainer's last GPUs, which have no engine; weights are in host memory while the trainer works.",
     )
 
     @property
@@ -260,8 +262,8 @@ def check_sglang(
     # SGLang flags that override NCCL's environment: the trainer would use other values.
     refuse_first("cluster.env", (
         (given == "1" and cluster.env.get(name, given) != given, name, cluster.env.get(name),
-         "sglang.enable_symm_mem or sglang.enable_nccl_nvls set it to 1 in the engines, and NCCL fails where trainer "
-         "and engines disagree", "remove it, or those flags")
+         "sglang.enable_symm_mem or sglang.enable_nccl_nvls set it to 1 in the engines, and NCCL fails if the trainer "
+         "has another value", "remove it, or remove those flags")
         for name, given in engine_nccl(engine.extra).items()
     ))  # fmt: skip
     if rollout.truncated:
@@ -304,7 +306,7 @@ def check_teacher(
          "SGLang serves the teacher already (teacher.urls or teacher.path)",
          "keep one: servers for any model with the student's tokenizer, model.teacher_path for a small one"),
         ((coefficient > 0) != (served or holds), field, value,
-         f"a teacher goes together with algorithm.opd_coef, which is {coefficient}",
+         f"a teacher and algorithm.opd_coef must be set together; opd_coef is {coefficient}",
          "set both or neither; the teacher is one of teacher.urls, teacher.path and model.teacher_path"),
     ])  # fmt: skip
     if served:
@@ -319,15 +321,14 @@ def _pairs(
     """Settings that pairs of a prefill and a decode server do not support."""
     yield (
         engine.urls, "sglang.pairs", pairs,
-        f"engines are attached to ({next(iter(engine.urls), '')}), and mslime pairs what it starts",
-        "remove sglang.urls, or pairs",
+        f"mslime pairs only servers that it launches, and engines are attached to ({next(iter(engine.urls), '')})",
+        "remove sglang.urls, or remove sglang.pairs",
     )  # fmt: skip
     for field, value, needed, why in (
-        ("sglang.nnodes", engine.nnodes, 1, "each half of a pair lies on one machine"),
-        ("cluster.placement", cluster.placement, "separate", "offloading was never tested with a pair"),
+        ("sglang.nnodes", engine.nnodes, 1, "each server of a pair must fit on one machine"),
+        ("cluster.placement", cluster.placement, "separate", "offloading is not tested with pairs"),
         ("rollout.pause_mode", pause_mode, "abort",
-         "a request that waits in a pair while its weights change would be prefilled by one version, and decoded by "
-         "another"),
+         "with another mode, a request could be prefilled by one weight version and decoded by another"),
     ):  # fmt: skip
         yield (
             value != needed,
@@ -338,10 +339,11 @@ def _pairs(
         )
     yield (
         syncs_adapters, "sglang.pairs", pairs,
-        "adapters alone are given to engines of one server (lora.sync: adapter)", "remove it, or set lora.sync: merged",
+        "pairs do not support lora.sync: adapter", "remove it, or set lora.sync: merged",
     )  # fmt: skip
     yield (
-        cluster.device == "cpu" and pairs != "mooncake_tcp", "sglang.pairs", pairs, "it moves memory of GPUs",
+        cluster.device == "cpu" and pairs != "mooncake_tcp", "sglang.pairs", pairs, "it transfers GPU memory, and "
+        "cluster.device is cpu",
         "set it to mooncake_tcp, which is for tests",
     )  # fmt: skip
 
@@ -350,11 +352,11 @@ def _check_colocated(engine: SGLangConfig, cluster: ClusterConfig, ranks: int, t
     """Check that colocated engines are on the trainer's GPUs and can release their memory."""
     if engine.urls:
         raise not_colocated(
-            f"engines are attached to ({engine.urls[0]}), and are where somebody else has started them",
-            "remove sglang.urls, so that mslime launches engines on the trainer's GPUs, or set separate",
+            f"attached engines ({engine.urls[0]}) do not run on the trainer's GPUs",
+            "remove sglang.urls to launch engines on the trainer's GPUs, or set cluster.placement: separate",
         )
     free, more = ranks - teacher_gpus, engine.extra
-    beside = f" that the teacher's {teacher_gpus} leave (teacher.placement)" if teacher_gpus else ""
+    beside = f" GPUs besides the teacher's {teacher_gpus} (teacher.placement)" if teacher_gpus else ""
     mode = more.get("weight_cache_mode", "off")
     refuse_first("sglang", [
         (engine.tp_size > ranks, "tp_size", engine.tp_size, f"an engine does not fit on the trainer's {ranks} GPUs",
@@ -366,8 +368,8 @@ def _check_colocated(engine: SGLangConfig, cluster: ClusterConfig, ranks: int, t
     refuse_first("sglang", _machines(engine, cluster, ranks))
     refuse_first("sglang", [
         (more.get("enable_memory_saver") is False, "enable_memory_saver", False,
-         "an engine gives its memory back through it", "remove it (mslime sets it on GPUs)"),
-        (mode != "off", "weight_cache_mode", mode, "weights that a daemon shares are not given back", "remove it"),
+         "engines need it to release their memory", "remove it (mslime sets it on GPUs)"),
+        (mode != "off", "weight_cache_mode", mode, "weights shared by a daemon are not released", "remove it"),
     ])  # fmt: skip
 
 
@@ -378,39 +380,39 @@ def _machines(engine: SGLangConfig, cluster: ClusterConfig, ranks: int) -> Itera
         return
     yield (
         machine % each, "tp_size", engine.tp_size,
-        f"engines lie on neighbouring GPUs of the trainer, and {each} of them do not divide the {machine} of a machine "
+        f"engines use neighbouring GPUs of the trainer, and {each} do not divide the {machine} GPUs of a machine "
         "(cluster.gpus_per_node)", "choose a divisor",
     )  # fmt: skip
     yield (
         engine.nnodes > 1 and each != machine, "nnodes", engine.nnodes,
-        f"an engine has {each} of the {machine} GPUs of each machine, so that two of its parts would be on one",
-        f"let it have whole machines: {engine.name}.tp_size {engine.nnodes * machine}, or fewer nnodes",
+        f"an engine on several machines must use all {machine} GPUs of each, and it uses {each}",
+        f"set {engine.name}.tp_size: {engine.nnodes * machine}, or lower nnodes",
     )  # fmt: skip
 
 
 def _colocated_teacher(teacher: TeacherConfig, cluster: ClusterConfig, managers: int, ranks: int) -> Iterator[Rule]:
-    """Whatever keeps the teacher's servers from being the last ones on the trainer's GPUs."""
+    """Settings with which a teacher's servers cannot use the trainer's last GPUs."""
     more, shares = teacher.extra, ("placement", "colocated")
     yield (
         not cluster.colocated, *shares, "the trainer's GPUs are not shared (cluster.placement: separate)",
         "set cluster.placement: colocated, or remove it",
     )  # fmt: skip
     yield (
-        not teacher.launched, *shares, "mslime launches no teacher, so it cannot offload one",
+        not teacher.launched, *shares, "mslime can offload only a teacher that it launches",
         "set teacher.path, or remove it",
     )  # fmt: skip
     yield (
-        managers > 1, *shares, f"each of {managers} managers calls the teacher by itself, and all would have to "
-        "stop before it is offloaded", "set rollout.managers: 1, or remove it",
+        managers > 1, *shares, f"all {managers} managers call the teacher, and would have to stop before it is "
+        "offloaded", "set rollout.managers: 1, or remove it",
     )  # fmt: skip
     yield (
         teacher.gpus >= ranks or ranks % teacher.tp_size, "tp_size", teacher.tp_size,
         f"{teacher.num_engines} servers (teacher.num_engines) must leave some of the trainer's {ranks} GPUs to "
-        "engines, and the size of one divide them", "lower it, or raise cluster.trainer_ranks",
+        "engines, and the size of one must divide them", "lower it, or raise cluster.trainer_ranks",
     )  # fmt: skip
     yield (
         more.get("enable_memory_saver") is False or more.get("enable_weights_cpu_backup") is False, *shares,
-        "it gives its memory back through SGLang's memory saver, and keeps its weights by its backup",
+        "it needs SGLang's memory saver to release its memory, and the saver's backup to keep its weights",
         "remove teacher.enable_memory_saver and teacher.enable_weights_cpu_backup",
     )  # fmt: skip
 
@@ -420,42 +422,42 @@ def _sampling(extra: dict[str, Any], r: RolloutConfig) -> Iterator[Rule]:
     given, value = ("top_p", r.top_p) if r.top_p < 1 else ("min_p", r.min_p)
     yield (
         r.top_k == -1, "top_k", -1,
-        f"with {given}: {value:g} the trainer needs the ids that each token was drawn from, and SGLang returns them "
-        "only where their number is bounded",
-        f"set rollout.top_k, for example to {MASK_LIMIT}: {given} then decides in nearly every draw",
+        f"with {given}: {value:g} the trainer needs the candidate ids of each draw, and SGLang returns them only if "
+        "top_k bounds their number",
+        f"set rollout.top_k, for example to {MASK_LIMIT}: {given} still decides nearly every draw",
     )  # fmt: skip
     limit = extra.get("sampling_mask_max_tokens") or MASK_LIMIT
     yield (
-        r.top_k > limit, "top_k", r.top_k, f"SGLang returns at most {limit} of the ids that a token was drawn from",
+        r.top_k > limit, "top_k", r.top_k, f"SGLang returns at most {limit} candidate ids of a draw",
         "lower it, or raise sglang.sampling_mask_max_tokens",
     )  # fmt: skip
     fixed = next((n for n in ("enable_deterministic_inference", "rl_on_policy_target") if extra.get(n)), None)
     yield (
         r.min_p > 0 and fixed is not None, "min_p", r.min_p,
-        f"SGLang has no min-p draws from a seed, which sglang.{fixed} asks for",
+        f"SGLang does not support seeded min-p sampling, which sglang.{fixed} requires",
         f"set it to 0, or remove sglang.{fixed}",
     )  # fmt: skip
 
 
 def _served(served: TeacherConfig, engine: SGLangConfig, rollout: RolloutConfig) -> Iterator[Rule]:
-    """Whatever a served teacher does not support."""
+    """Settings that a served teacher does not support."""
     yield served.pairs is not None, "teacher.pairs", served.pairs, "a teacher only prefills", "remove it"
     yield (
         rollout.temperature != 1.0, "rollout.temperature", rollout.temperature,
-        "SGLang 0.5.23 scores the tokens of a prompt at temperature 1 whatever it is asked for, so the teacher's "
-        "log-probs would not be comparable with the policy's",
+        "SGLang 0.5.23 always scores prompt tokens at temperature 1, so the teacher's log-probs would not be "
+        "comparable with the policy's",
         "set it to 1.0, or let the trainer hold the teacher (model.teacher_path), which scores at any temperature",
     )  # fmt: skip
     yield (
         rollout.truncated, "rollout.top_k", rollout.top_k,
-        "SGLang 0.5.23 scores the tokens of a prompt over the whole vocabulary, so the teacher's log-probs would not "
-        "be comparable with those of a policy that draws from a part of it",
+        "SGLang 0.5.23 always scores prompt tokens over the whole vocabulary, and the policy samples from a part of "
+        "it, so their log-probs would not be comparable",
         "draw from all of it (top_p: 1, top_k: -1, min_p: 0), or let the trainer hold the teacher "
         "(model.teacher_path), which scores over the same part",
     )  # fmt: skip
     shared = sorted({u.rstrip("/") for u in served.urls} & {u.rstrip("/") for u in engine.urls})
     yield (
         shared, "teacher.urls", next(iter(shared), None),
-        "this server is one of sglang.urls: it gets the student's weights after every step",
-        "give the teacher servers of its own",
+        "this server is also in sglang.urls, and receives the student's weights after every step",
+        "use separate servers for the teacher",
     )  # fmt: skip

@@ -93,10 +93,12 @@ class WorkerError(TrainerError):
     """A process of the run crashed, died, or did not reply in time: an accident, not a user mistake."""
 
 
-def sync_error(phase: str, where: str, what: str, hint: str = "") -> WeightSyncError:
+def sync_error(phase: str, where: str, rule: str, hint: str = "") -> WeightSyncError:
     """A `WeightSyncError` of this phase; the default remedy is to check the engine's log and restart it."""
-    default = "read the engine's log, restart the engine and send again; generation must not resume before a whole send"
-    return WeightSyncError(f"weights.{phase}", where, what, hint or default)
+    default = (
+        "read the engine's log, restart the engine and send again; generation must not resume before a complete send"
+    )
+    return WeightSyncError(f"weights.{phase}", where, rule, hint or default)
 
 
 @contextmanager
@@ -117,7 +119,7 @@ def reading(kind: type[UserError], where: str, rule: str, hint: str) -> Generato
 
 def reading_run(run_dir: Path) -> AbstractContextManager[None]:
     """Convert exceptions from reading a run's directory, whose files others may have changed, to a UserError."""
-    return reading(UserError, str(run_dir), "a file of the run is not what mslime writes",
+    return reading(UserError, str(run_dir), "a file of the run is damaged",
                    "move it away, or repair it; docs/resuming.md lists a run's files")  # fmt: skip
 
 
@@ -140,5 +142,5 @@ def hub_download(path: Path, options: str = "") -> tuple[str, Path]:
         return "", path
     if path.parts[0] in _OUR_DIRECTORIES:
         command = f"hf download OWNER/{path.name} {options}--local-dir {path}"
-        return f"fetch it first, with its owner's name for OWNER: {command}", path
-    return f"fetch it first: hf download {path} {options}--local-dir {path.name}", Path(path.name)
+        return f"download it first, with its owner's name for OWNER: {command}", path
+    return f"download it first: hf download {path} {options}--local-dir {path.name}", Path(path.name)

@@ -63,11 +63,11 @@ def check_fp8(
         raise _on_cpu(recipe)
     refuse_first("train", [
         (params_dtype == "float32", "fp8", recipe,
-         "FP8 layers are made of bfloat16 parameters, and megatron.params_dtype is float32",
+         "FP8 layers need bfloat16 parameters, and megatron.params_dtype is float32",
          f"set megatron.params_dtype: bfloat16, or {_REMOVE}"),
-        (adapters, "fp8", recipe, "adapters are not built for layers that compute so", f"{_REMOVE}, or lora.rank"),
+        (adapters, "fp8", recipe, "not supported with adapters", f"{_REMOVE}, or lora.rank"),
         (colocated, "fp8", recipe,
-         "Transformer Engine's FP8 copies of the weights stay on the GPU while engines have it",
+         "Transformer Engine's FP8 copies of the weights stay on the GPU while engines use it",
          f"set cluster.placement: separate, or {_REMOVE}"),
     ])  # fmt: skip
 
@@ -87,7 +87,10 @@ def check_fp8_model(recipe: Fp8Recipe | None, tp: int, etp: int, derived: Mappin
         return
     if derived.get("experimental_attention_variant"):
         raise ConfigError(
-            "train.fp8", recipe, "delta-nets project to a few numbers a head, which FP8 products do not take", _REMOVE
+            "train.fp8",
+            recipe,
+            "delta-nets have projections to a few features per head, which FP8 products do not support",
+            _REMOVE,
         )
     for name, size, ranks in _widths(tp, etp, derived):
         if size % (ranks * WIDTH):

@@ -32,11 +32,11 @@ def refuse_empty(name: str, value: SecretStr) -> SecretStr:
     text = value.get_secret_value()
     if text == REDACTED:
         raise ConfigError(
-            name, text, "is what a written configuration shows instead of a key",
+            name, text, "is the placeholder that a saved configuration shows in place of a key",
             "write env:NAME or file:PATH",
         )  # fmt: skip
     if not text.strip():
-        raise ConfigError(name, text, "a key is not empty", "remove it, or give the server's key")
+        raise ConfigError(name, text, "must not be empty", "remove it, or set the server's key")
     return value
 
 
@@ -132,7 +132,7 @@ def read_secret(setting: SecretStr, name: str) -> str:
     try:
         found = Path(place).expanduser().read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(name, text, f"the file cannot be read: {error}", "give a readable file") from None
+        raise ConfigError(name, text, f"the file cannot be read: {error}", "name a readable file") from None
     if not found:
         raise ConfigError(name, text, "the file is empty", "write the key into it")
     return found

@@ -52,9 +52,7 @@ class ParallelLayout:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value < 1:
-                raise ConfigError(
-                    f"megatron.{name}", value, "parallel sizes are at least 1", "set it to 1 to turn it off"
-                )
+                raise ConfigError(f"megatron.{name}", value, "must be at least 1", "set it to 1 to turn it off")
         if self.stage_size % self.expert_size:
             raise ConfigError(
                 "megatron.expert_model_parallel_size",
@@ -165,7 +163,7 @@ def stage_layers(
     if vpp > 1 and not others:
         raise ConfigError(
             "megatron.num_layers_in_last_pipeline_stage", last,
-            "with virtual stages megatron-core 0.16.1 divides by the stages between first and last, and there are none",
+            "with virtual stages megatron-core 0.16.1 needs stages between first and last, and there are none",
             "remove it: it follows from num_layers_in_first_pipeline_stage",
         )  # fmt: skip
     share = rest // others if others else 0
@@ -188,8 +186,8 @@ def stage_layers(
 def _uneven_rule(num_layers: int, pp: int, given: dict[str, int]) -> str:
     if not given:
         return f"must divide the model's {num_layers} layers"
-    asked = " and ".join(f"{size} in the {name} stage" for name, size in given.items())
-    return f"{num_layers} layers with {asked} leave no equal share for the other {pp - len(given)} stages"
+    fixed = " and ".join(f"{size} in the {name} stage" for name, size in given.items())
+    return f"{num_layers} layers with {fixed} leave no equal share for the other {pp - len(given)} stages"
 
 
 def _uneven_hint(num_layers: int, pp: int, vpp: int) -> str:

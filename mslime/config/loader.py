@@ -47,7 +47,7 @@ def add_help(parser: argparse.ArgumentParser) -> None:
     """Add `--help [SECTION]` to a parser without help that gets `add_settings`."""
     parser.add_argument(
         "-h", "--help", action=_Help, nargs="?", const="", metavar="SECTION", default=argparse.SUPPRESS,
-        help="this; with a section's name its settings (--help rollout), with `all` everything",
+        help="show this help; with a section's name, its settings (--help rollout); with `all`, everything",
     )  # fmt: skip
 
 
@@ -55,12 +55,12 @@ class _Help(argparse.Action):
     """Prints an overview, one section, or everything, and ends the process."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: Any, *_: object) -> None:
-        asked = str(values or "")
-        print(parser.format_help() if asked == "all" else _help_of(parser, asked), end="")
+        topic = str(values or "")
+        print(parser.format_help() if topic == "all" else _help_of(parser, topic), end="")
         parser.exit()
 
 
-def _help_of(parser: argparse.ArgumentParser, asked: str) -> str:
+def _help_of(parser: argparse.ArgumentParser, topic: str) -> str:
     """Help text: the command's own options and the names of the sections, or the settings of a section and its
     subsections.
 
@@ -69,29 +69,29 @@ def _help_of(parser: argparse.ArgumentParser, asked: str) -> str:
     """
     about, made = sections(), cast("Any", parser)
     formatter = made._get_formatter()
-    if not asked:
+    if not topic:
         formatter.add_usage(parser.usage, [], [])
         formatter.add_text(parser.description)
     shown = 0
     for group in made._action_groups:
         ours = group.title in about or group.title == _TOP
-        if (f"{group.title}.".startswith(f"{asked}.") and ours) if asked else not ours:
+        if (f"{group.title}.".startswith(f"{topic}.") and ours) if topic else not ours:
             formatter.start_section(group.title)
             formatter.add_text(group.description)
             formatter.add_arguments(group._group_actions)
             formatter.end_section()
             shown += 1
-    if asked and not shown:
-        raise ConfigError("--help", asked, "there is no such section",
-                          nearest(asked, about) or "mslime train --help names them")  # fmt: skip
+    if topic and not shown:
+        raise ConfigError("--help", topic, "unknown section",
+                          nearest(topic, about) or "mslime train --help lists them")  # fmt: skip
     help_text = formatter.format_help()
-    if asked:
+    if topic:
         return help_text
     names = [name for name in about if name and "." not in name]
     lines = [
         f"  {name:<12}{textwrap.shorten(about[name].partition('. ')[0], 65, placeholder=' ...')}" for name in names
     ]
-    head = "\nsettings (--help SECTION lists those of a section, --help all lists all of them):"
+    head = "\nsettings (--help SECTION lists those of one section, --help all lists all):"
     return "\n".join([help_text.rstrip(), head, *lines]) + "\n"
 
 
@@ -124,7 +124,7 @@ def add_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     for name in dict.fromkeys(map(_without_no, others)):
         if "." not in name and name not in about:  # every field of an engine has its section
             flag = "--" + name.replace("_", "-")
-            raise ConfigError("command line", flag, "there is no such flag",
+            raise ConfigError("command line", flag, "unknown flag",
                               nearest(flag, known) or f"see {parser.prog} --help")  # fmt: skip
         _add(parser, name, _words_of(name), argparse.SUPPRESS)
 
@@ -238,12 +238,12 @@ class _Loader(yaml.SafeLoader):
             name = cast("Any", self).construct_object(key, deep=True)
             if not isinstance(name, str):
                 raise yaml.MarkedYAMLError(
-                    problem=f"the key {name!r} is no text", problem_mark=key.start_mark, note="put the key in quotes"
+                    problem=f"the key {name!r} is not text", problem_mark=key.start_mark, note="put the key in quotes"
                 )
             if name in seen:
                 raise yaml.MarkedYAMLError(
-                    problem=f"the key {name!r} stands twice", problem_mark=key.start_mark,
-                    note="keep one of the two, or merge what is below them",
+                    problem=f"the key {name!r} appears twice", problem_mark=key.start_mark,
+                    note="keep one of the two, or merge their contents",
                 )  # fmt: skip
             seen.add(name)
         return super().construct_mapping(node, deep)
@@ -276,7 +276,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not _is_file(path):
         several = [part.strip() for part in str(path).split(",")]
         if len(several) > 1 and all(_is_file(Path(part)) for part in several):
-            raise ConfigError("config file", str(path), "a run has one file", "merge them into one; flags override it")
+            raise ConfigError(
+                "config file", str(path), "a run takes one configuration file", "merge them into one; flags override it"
+            )
         raise ConfigError("config file", str(path), "no such file", "check the path; examples/ holds complete ones")
     try:
         text = path.read_text(encoding="utf-8")
@@ -326,8 +328,9 @@ def _with_entries(entries: list[Any], over: dict[str, Any]) -> list[Any]:
     for name, values in over.items():
         place = places.get(name.replace("-", "_"))
         if place is None or not isinstance(values, dict):
-            raise ConfigError(f"adapters.{name}", values, f"there are the adapters {', '.join(places) or 'none'}",
-                              nearest(name, places) or "name one of them, and a setting of it")  # fmt: skip
+            raise ConfigError(f"adapters.{name}", values, "must name an adapter of the run "
+            f"({', '.join(places) or 'none'}) and a setting",
+                              nearest(name, places) or "for example --adapters.NAME.train.lr")  # fmt: skip
         found[place] = merge(found[place], cast("dict[str, Any]", values))
     return found
 
@@ -388,9 +391,9 @@ def _first_error(error: ValidationError, values: dict[str, Any]) -> UserError:
         above = 2 if parts[0] == "adapters" else 0  # an adapter's settings have the names of the run's
         own = ".".join(parts[above:])
         example = next((".".join([*parts[:above], s.path]) for s in all_settings() if own and s.section == own), None)
-        hint = f"name one of them, for example {example} or --{example.replace('_', '-')}" if example else (
+        hint = f"set one of its settings, for example {example} or --{example.replace('_', '-')}" if example else (
             "write a mapping of its settings")  # fmt: skip
-        return ConfigError(path, value, "is a section of several settings, not a value", hint)
+        return ConfigError(path, value, "is a section, not a value", hint)
     if first["type"] == "missing":
         needed = [s.path for s in all_settings() if f"{s.path}.".startswith(f"{path}.") and not s.default]
         flag = f", or give --{needed[0].replace('_', '-')}" if needed else ""
@@ -398,7 +401,7 @@ def _first_error(error: ValidationError, values: dict[str, Any]) -> UserError:
     rule = "must be a path" if first["type"] == "path_type" else first["msg"].removeprefix("Value error, ")
     secret = field is not None and SecretStr in alternatives(field.annotation)
     return ConfigError(path, "(not shown)" if secret else value, rule,
-                       f"it takes: {expected(field)}" if field is not None else "correct the value")  # fmt: skip
+                       f"expected: {expected(field)}" if field is not None else "correct the value")  # fmt: skip
 
 
 _Location = Sequence[int | str]

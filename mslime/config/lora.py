@@ -27,14 +27,16 @@ LORA_KEY = "lora"
 class LoraConfig(Section):
     """Low-rank adapters: the model is frozen, and A and B of `W + scale * B A` are trained in its linear layers."""
 
-    rank: int = Field(default=0, ge=0, le=1024, description="Of every adapter; 0: no adapters, the model is trained.")
+    rank: int = Field(
+        default=0, ge=0, le=1024, description="Rank of every adapter; 0: no adapters, the model itself is trained."
+    )
     alpha: float = Field(default=32, gt=0, le=1e6, description="B A is scaled by alpha / rank.")
     rs_lora: bool = Field(default=False, description="Scale by alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732).")
     targets: tuple[str, ...] = Field(
         default=LORA_GROUPS,
         min_length=1,
         description="Linear layers: attention, mlp, shared_experts, experts; or a Hugging Face module name, its end, "
-        "or a pattern (q_proj, `model.layers.[0-3].*.o_proj`). Experts of a layer go together.",
+        "or a pattern (q_proj, `model.layers.[0-3].*.o_proj`). A layer's experts are targeted together.",
     )
     experts: LoraExperts = Field(
         default="per_expert",
@@ -42,17 +44,17 @@ class LoraConfig(Section):
         "factor of the hidden state, A of gate and up and B of down.",
     )
     dropout: float = Field(default=0.0, description="Must be 0: the engine samples without dropout.")
-    use_dora: bool = Field(default=False, description="Must be false: DoRA is not built.")
+    use_dora: bool = Field(default=False, description="Must be false: DoRA is not supported.")
     init: Path | None = Field(
         default=None,
         description="Directory of an adapter in peft's format to start from, with this rank, alpha and targets. null: "
-        "A as peft draws it, B 0.",
+        "A initialised as in peft, B 0.",
     )
 
     sync: LoraSync = Field(
         default="merged",
-        description="What engines get after a step. merged: whole weights with the adapters in them, while generation "
-        "pauses. adapter: adapters alone, without a pause.",
+        description="Form in which engines receive adapters after a step. merged: whole weights with the adapters "
+        "merged in, while generation pauses. adapter: adapters alone, without a pause.",
     )
     together: bool | None = Field(
         default=None,
@@ -85,12 +87,12 @@ class LoraConfig(Section):
     def _check(self) -> LoraConfig:
         if self.dropout:
             raise ConfigError(
-                "lora.dropout", self.dropout, "must be 0: with dropout the policy that is trained is not the one that "
-                "sampled", "remove it",
+                "lora.dropout", self.dropout, "must be 0: with dropout, the trained policy differs from the sampling "
+                "policy", "remove it",
             )  # fmt: skip
         if self.use_dora:
             raise ConfigError(
-                "lora.use_dora", True, "DoRA's magnitudes are neither trained here nor served by SGLang",
+                "lora.use_dora", True, "DoRA is not supported: neither mslime nor SGLang handles its magnitudes",
                 "remove it, or use lora.rs_lora",
             )  # fmt: skip
         return self
@@ -125,7 +127,7 @@ def check_lora(
         ConfigError: the first broken rule.
     """
     if not lora.on:
-        off, hint = "adapters are off", "set lora.rank, or remove it"
+        off, hint = "has no effect with lora.rank: 0", "set lora.rank, or remove it"
         refuse_first("lora", [
             (lora.init is not None, "init", str(lora.init), off, "set lora.rank to its rank"),
             (lora.sync == "adapter", "sync", "adapter", off, hint),
@@ -133,11 +135,13 @@ def check_lora(
         ])  # fmt: skip
         return
     if colocated:
-        raise not_colocated("offloading was never tested with adapters (lora.rank)", "set separate, or remove lora")
+        raise not_colocated(
+            "offloading is not tested with adapters (lora.rank)", "set cluster.placement: separate, or remove lora"
+        )
     if syncs_adapters:
         refuse_first("", _adapter_sync(engine, pause_mode, transport))
     refuse_first("megatron", (
-        (megatron.extra.get(name), name, megatron.extra.get(name), "adapters are not built for layers that compute so",
+        (megatron.extra.get(name), name, megatron.extra.get(name), "not supported with adapters",
          "remove it, or train without lora")
         for name in ("moe_shared_expert_overlap", "fp4", "delay_wgrad_compute")
     ))  # fmt: skip
@@ -149,7 +153,7 @@ def _adapter_sync(engine: SGLangConfig, pause_mode: PauseMode, transport: str) -
     yield (
         pause_mode == "retract", "rollout.pause_mode", "retract",
         "a request keeps its adapter as long as it runs (lora.sync: adapter)",
-        "set abort, so that it goes on under the new one, or in_place, so that it ends under its own",
+        "set abort to continue it with the new one, or in_place to finish it with its own",
     )  # fmt: skip
     yield (
         transport not in (AUTO, FALLBACK), "weights.transport", transport,
@@ -158,18 +162,18 @@ def _adapter_sync(engine: SGLangConfig, pause_mode: PauseMode, transport: str) -
     )  # fmt: skip
     yield (
         engine.ep_size > 1, "sglang.ep_size", engine.ep_size,
-        "engines whose ranks share experts out were never run with adapters (lora.sync: adapter)",
+        "expert parallelism in engines is not tested with adapters (lora.sync: adapter)",
         f"set it to 1, or {merged}",
     )  # fmt: skip
     for name in _SERVER_FIELDS:
         yield (
             name in engine.extra, f"sglang.{name}", engine.extra.get(name),
-            "it follows from the section lora (lora.sync: adapter)", "remove it",
+            "mslime sets it from the section lora (lora.sync: adapter)", "remove it",
         )  # fmt: skip
     for name in ("quantization", "speculative_algorithm"):
         yield (
             name in engine.extra, f"sglang.{name}", engine.extra.get(name),
-            "it was never run with adapters (lora.sync: adapter)", f"remove it, or {merged}",
+            "not tested with adapters (lora.sync: adapter)", f"remove it, or {merged}",
         )  # fmt: skip
 
 
@@ -185,19 +189,19 @@ DIRECTORY = "adapters"
 SHARED = {
     "train.task": "all adapters are trained by reinforcement learning",
     "train.replay": "routers belong to the base, which all adapters share",
-    "train.fp8": "it is about how the base computes, which all adapters share",
-    "train.logits_mib": "it is about how the base computes, which all adapters share",
-    "lora.sync": "engines are given adapters alone",
-    "lora.experts": "engines read the adapters of all in one form",
-    "lora.together": "it is about the trainer, which all adapters share",
-    "rollout.concurrency": "engines are shared; `weight` sets an adapter's part of them",
-    "rollout.managers": "one rollout service has the engines",
-    "rollout.top_p": "engines return the sampling masks of all adapters",
-    "rollout.top_k": "engines return the sampling masks of all adapters",
-    "rollout.min_p": "engines return the sampling masks of all adapters",
+    "train.fp8": "it is a setting of the base, which all adapters share",
+    "train.logits_mib": "it is a setting of the base, which all adapters share",
+    "lora.sync": "engines receive adapters alone",
+    "lora.experts": "engines read all adapters in one form",
+    "lora.together": "it is a setting of the trainer, which all adapters share",
+    "rollout.concurrency": "engines are shared; `weight` sets an adapter's share of them",
+    "rollout.managers": "one rollout service uses the engines",
+    "rollout.top_p": "engines return sampling masks in one way for all adapters",
+    "rollout.top_k": "engines return sampling masks in one way for all adapters",
+    "rollout.min_p": "engines return sampling masks in one way for all adapters",
     "checkpoint.resume": "a run is resumed with all its adapters",
     "observe.progress": "one terminal shows all adapters",
-    "observe.log_level": "processes are shared",
+    "observe.log_level": "all adapters share the processes",
 }
 """Settings of these sections that only the run may have, and why."""
 BASE = ("model", "cluster", "megatron", "sglang", "teacher", "critic", "weights", "deadlines", "output_dir", "serve")
@@ -265,9 +269,9 @@ def check_names(names: Sequence[str]) -> None:
     """Reject names of adapters that are equal as flags. Raises ConfigError."""
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError("adapters.name", name, "two adapters have it", "give each another name")
+            raise ConfigError("adapters.name", name, "two adapters have this name", "rename one of them")
         if "." in name or name.startswith("-"):
             raise ConfigError(
-                "adapters.name", name, "must have no dot, and not begin with -, so that flags can name it",
-                "write for example maths or code-v2",
+                "adapters.name", name, "must not contain a dot or begin with -, because flags contain it",
+                "for example maths or code-v2",
             )  # fmt: skip

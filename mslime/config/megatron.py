@@ -61,7 +61,7 @@ MEGATRON_RESERVED: dict[str, str] = {
     "fp8": "use train.fp8",
     "fp8_recipe": "use train.fp8",
     "fp8_quantizer_factory": "use train.fp8",
-    "fp8_param": "parameters stay bfloat16: engines and checkpoints are given them as they lie in memory",
+    "fp8_param": "parameters stay bfloat16: engines and checkpoints receive them as stored in memory",
     "lr": "use train.lr",
     "min_lr": "use train.min_lr",
     "weight_decay": "use train.weight_decay",
@@ -131,10 +131,13 @@ class MegatronConfig(EngineSection):
         default=None, ge=1, description="VPP: chunks of layers on each stage, for a smaller bubble."
     )
     num_layers_in_first_pipeline_stage: int | None = Field(
-        default=None, ge=1, description="For layers that the stages do not divide; the stages between share the rest."
+        default=None,
+        ge=1,
+        description="Layers of the first stage, if the stages do not divide all layers; the stages "
+        "between share the rest.",
     )
     num_layers_in_last_pipeline_stage: int | None = Field(
-        default=None, ge=1, description="Likewise; the last stage also computes the output layer."
+        default=None, ge=1, description="Layers of the last stage, which also computes the output layer."
     )
     context_parallel_size: int = Field(default=1, ge=1, description="CP: ranks that share the tokens of one sequence.")
     expert_model_parallel_size: int = Field(default=1, ge=1, description="EP: ranks that the experts are divided over.")
@@ -145,23 +148,25 @@ class MegatronConfig(EngineSection):
         default=None, description="Default: on exactly when TP > 1 (MoE requires it)."
     )
     use_distributed_optimizer: bool = Field(default=True, description="Shard optimizer state over data-parallel ranks.")
-    overlap_grad_reduce: bool = Field(default=False, description="Reduce gradients while the backward pass goes on.")
+    overlap_grad_reduce: bool = Field(default=False, description="Reduce gradients during the backward pass.")
     overlap_param_gather: bool = Field(
-        default=False, description="Gather parameters while the forward pass goes on; needs the distributed optimizer."
+        default=False, description="Gather parameters during the forward pass; needs the distributed optimizer."
     )
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = Field(
         default="alltoall", description="How tokens reach their experts; flex is DeepEP's."
     )
     recompute_granularity: Literal["full", "selective"] | None = Field(
         default=None,
-        description="Compute activations again in the backward pass: of whole layers (full), or of recompute_modules.",
+        description="Recompute activations in the backward pass: of whole layers (full), or of recompute_modules "
+        "(selective).",
     )
     recompute_method: Literal["uniform", "block"] | None = Field(
         default=None,
-        description="full: every recompute_num_layers layers (uniform), or the first so many of a stage (block).",
+        description="full: all layers, recompute_num_layers at a time (uniform), or only the first "
+        "recompute_num_layers of a stage (block).",
     )
     recompute_num_layers: int | None = Field(
-        default=None, ge=1, description="full: layers at a time, see recompute_method."
+        default=None, ge=1, description="full: number of layers, see recompute_method."
     )
     recompute_modules: list[str] | None = Field(
         default=None, description="selective: modules to recompute, for example [core_attn, moe_act]."
@@ -252,15 +257,15 @@ def check_megatron(
     if cluster.device == "cuda" and tp > cluster.gpus_per_node:
         raise ConfigError(
             "megatron.tensor_model_parallel_size", tp,
-            f"a tensor-parallel group lives on one machine, which has {cluster.gpus_per_node} GPUs "
+            f"a tensor-parallel group must fit on one machine, which has {cluster.gpus_per_node} GPUs "
             "(cluster.gpus_per_node)", "lower it, and use more pipeline or expert parallelism",
         )  # fmt: skip
 
 
 def _fixed_addresses(m: MegatronConfig) -> Iterator[Rule]:
     """Settings that need fixed memory addresses: an offloaded trainer releases its memory."""
-    graphs = "CUDA graphs hold addresses of parameters, which change while they are away"
-    buffers = "NCCL keeps the addresses of registered buffers, which change while they are away"
+    graphs = "CUDA graphs hold parameter addresses, which change when the trainer is offloaded"
+    buffers = "NCCL keeps addresses of registered buffers, which change when the trainer is offloaded"
     off = "remove it, or set cluster.placement: separate"
     for name, why in (("enable_cuda_graph", graphs), ("external_cuda_graph", graphs), ("nccl_ub", buffers)):
         yield m.extra.get(name), name, m.extra.get(name), why, off
@@ -288,14 +293,14 @@ def _gradients(m: MegatronConfig) -> Iterator[Rule]:
         "sequence parallelism splits over the tensor-parallel group, which has one rank",
         "remove it, or raise tensor_model_parallel_size",
     )  # fmt: skip
-    for name, what in (
+    for name, effect in (
         ("hidden_dropout", "dropout"),
         ("attention_dropout", "dropout"),
         ("moe_input_jitter_eps", "jitter"),
     ):
         yield (
-            m.extra.get(name), name, m.extra.get(name), f"{what} makes the trainer's policy differ from the one that "
-            "sampled, and from the one that is evaluated", "remove it (mslime sets none)",
+            m.extra.get(name), name, m.extra.get(name), f"{effect} makes the trained policy differ from the sampling "
+            "policy and from the evaluated one", "remove it (mslime uses none)",
         )  # fmt: skip
     yield (
         m.extra.get("cross_entropy_loss_fusion"), "cross_entropy_loss_fusion", True,
@@ -349,7 +354,7 @@ def _recompute(m: MegatronConfig, device: Device) -> Iterator[Rule]:
     )  # fmt: skip
     yield (
         "moe_act" in (modules or []) and not m.groups_experts(cuda=device == "cuda"), "recompute_modules", modules,
-        "moe_act needs grouped GEMM", "use the module 'moe', or cluster.device: cuda, where experts have it",
+        "moe_act needs grouped GEMM", "use the module 'moe', or cluster.device: cuda",
     )  # fmt: skip
 
 
@@ -382,7 +387,7 @@ def _optimizer(m: MegatronConfig, device: Device, *, has_critic: bool) -> Iterat
     )  # fmt: skip
 
 
-_OFFLOADED = "megatron-core offloads the optimizer of 16-bit parameters alone"
+_OFFLOADED = "megatron-core can offload the optimizer of 16-bit parameters only"
 
 
 def _offloads(megatron: MegatronConfig) -> bool:
@@ -403,18 +408,18 @@ def check_model(
     special = derived.get("softmax_type") not in (None, "vanilla") or derived.get("window_size") is not None
     refuse_first("megatron", [
         *((key in derived and derived[key] != value, key, value,
-           f"contradicts the checkpoint's config.json, which says {derived.get(key)!r}",
+           f"contradicts the checkpoint's config.json, which has {derived.get(key)!r}",
            "remove it; the architecture comes from the checkpoint") for key, value in extra.items()),
         # Transformer Engine 2.20 lacks ring kernels for them.
         (device == "cuda" and special and cp > 1 and extra.get("cp_comm_type") != "a2a", "context_parallel_size", cp,
-         "on GPUs, attention with sinks or a sliding window cannot be shared out in a ring (Transformer Engine 2.20 "
-         "has no kernel for it)", "set it to 1, or set megatron.cp_comm_type: a2a, which no test of mslime has run"),
+         "on GPUs, ring attention does not support sinks or a sliding window (Transformer Engine 2.20 has no kernel "
+         "for it)", "set it to 1, or set megatron.cp_comm_type: a2a, which is not tested"),
     ])  # fmt: skip
     check_fp8_model(fp8, megatron.tensor_model_parallel_size, megatron.expert_tensor_parallel_size, derived)
     refuse_first("megatron", [
         (device != "cpu" and _offloads(megatron) and derived.get("experimental_attention_variant"),
-         "optimizer_cpu_offload", True, f"{_OFFLOADED}, and this model's delta-nets have float32 ones",
-         "remove it; megatron.use_precision_aware_optimizer with 16-bit moments takes less memory, too"),
+         "optimizer_cpu_offload", True, f"{_OFFLOADED}, and this model's delta-nets have float32 parameters",
+         "remove it; megatron.use_precision_aware_optimizer with 16-bit moments also saves memory"),
         (derived.get("rotary_interleaved") and extra.get("apply_rope_fusion"), "apply_rope_fusion", True,
          "megatron-core's fused kernel for packed sequences rotates halves, this model rotates interleaved pairs",
          "remove it"),

@@ -51,7 +51,7 @@ def read_hf_config(directory: Path) -> dict[str, object]:
     """
     path = directory / "config.json"
     try:
-        with reading(CheckpointError, str(path), "config.json is valid JSON", "download the file again"):
+        with reading(CheckpointError, str(path), "config.json is not valid JSON", "download the file again"):
             parsed: object = json.loads(path.read_text(encoding="utf-8"))
     except CheckpointError as error:
         if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
@@ -59,12 +59,12 @@ def read_hf_config(directory: Path) -> dict[str, object]:
         raise CheckpointError(
             str(path),
             None,
-            "a checkpoint directory holds a config.json",
-            _fetched(directory) or "point model.path at a Hugging Face checkpoint",
+            "no such file; a checkpoint directory must contain it",
+            _download_hint(directory) or "point model.path at a Hugging Face checkpoint",
         ) from error
     if not isinstance(parsed, dict):
         raise CheckpointError(
-            str(path), type(parsed).__name__, "config.json is a JSON object", "download the file again"
+            str(path), type(parsed).__name__, "config.json must be a JSON object", "download the file again"
         )
     return cast("dict[str, object]", parsed)
 
@@ -91,7 +91,7 @@ def eos_ids(section: Mapping[str, Any]) -> list[int]:
     return [] if eos is None else [eos] if isinstance(eos, int) else [int(i) for i in eos]
 
 
-def _fetched(path: Path) -> str:
+def _download_hint(path: Path) -> str:
     """Hint for a path that looks like a Hugging Face Hub name: how to download it."""
     command, there = hub_download(path)
     return command if there == path else f"{command}, then --model.path {there}"
@@ -116,7 +116,7 @@ def trainer_dtype(megatron: MegatronConfig, *, cpu: bool) -> str:
 
 
 def served_dtype(
-    asked: str,
+    setting: str,
     hf_config: Mapping[str, Any],
     checkpoint: Path,
     trainer: str,
@@ -131,7 +131,7 @@ def served_dtype(
       parameters (`megatron.params_dtype`, bfloat16 by default).
 
     Args:
-        asked: `sglang.dtype`, or `teacher.dtype`.
+        setting: `sglang.dtype`, or `teacher.dtype`.
         hf_config, checkpoint: config.json of the checkpoint that they start from, and its directory.
         trainer: dtype of the parameters of a trainer on a GPU (`trainer_dtype`), which sends them weights.
         cpu: whether they run on a CPU.
@@ -140,8 +140,8 @@ def served_dtype(
     Raises:
         ConfigError: `auto`, on a GPU, for a checkpoint in float16 or another dtype without training support.
     """
-    if asked != "auto":
-        return asked
+    if setting != "auto":
+        return setting
     if cpu:
         return "float32"
     named = checkpoint_dtype(hf_config)
@@ -150,8 +150,8 @@ def served_dtype(
     if named != "bfloat16" and trained:
         raise ConfigError(
             "sglang.dtype", "auto",
-            f"the checkpoint {checkpoint} is in {named}, and trainers compute in bfloat16 or float32: weights "
-            f"sent to engines in {named} would be rounded, and overflow where it ends",
+            f"the checkpoint {checkpoint} is in {named}, and trainers compute in bfloat16 or float32: weights sent to "
+            f"engines would be rounded to {named}, and overflow outside its range",
             "set sglang.dtype: bfloat16 (the checkpoint is rounded once), or float32",
         )  # fmt: skip
     return named

@@ -13,9 +13,9 @@ from mslime.config.errors import ConfigError
 _WANDB_OWN = {
     "project": "use observe.wandb_project",
     "name": "use the run's name",
-    "config": "the whole configuration is there already",
-    "id": "remove it: a resumed run goes on under its own",
-    "resume": "remove it: a resumed run goes on under its own id",
+    "config": "remove it: the whole configuration is logged already",
+    "id": "remove it: a resumed run keeps its own",
+    "resume": "remove it: a resumed run keeps its own id",
     "dir": "remove it: files are kept in the run's directory",
 }
 
@@ -26,32 +26,32 @@ class ObserveConfig(Section):
     progress: ProgressMode = Field(default="auto", description="auto: live bars on a terminal, plain lines elsewhere.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info",
-        description="Least of mslime's own lines in RUN/logs; info: what each process begins and how long it took.",
+        description="Minimum level of mslime's own lines in RUN/logs; info: each process's tasks and their durations.",
     )
     tensorboard: bool = Field(
         default=False, description="Also write TensorBoard events to the run's directory (needs the package)."
     )
     wandb_project: str | None = Field(
-        default=None, description="Also log to this Weights & Biases project (needs the package); null: not."
+        default=None, description="Also log to this Weights & Biases project (needs the package); null: off."
     )
     wandb: dict[str, Any] = Field(
         default_factory=dict,
-        description="Further arguments of wandb.init (entity, group, tags, mode ...), written to config.yaml: no "
-        "secrets.",
+        description="Further arguments of wandb.init (entity, group, tags, mode ...). No secrets: config.yaml shows "
+        "them.",
     )
     eval_every: int = Field(
         default=10,
         ge=0,
-        description="Steps between evaluations; another one follows the last step. 0: none at all. With "
-        "rollout.max_staleness above 0 and separate GPUs, the trainer continues meanwhile.",
+        description="Steps between evaluations; one always follows the last step. 0: no evaluations. With "
+        "rollout.max_staleness above 0 and separate GPUs, the trainer continues during an evaluation.",
     )
     eval_at_start: bool = Field(
-        default=True, description="Evaluate before the first step too, whatever eval_every says; logged as step 0."
+        default=True, description="Also evaluate before the first step, regardless of eval_every; logged as step 0."
     )
     save_rollouts: Kept = Field(
         default="some",
         description="Responses to keep in rollouts/. some: a few of each step and evaluation (best, worst, longest "
-        "...), at most 1 MiB each. all (or true): every one, whole. none (or false).",
+        "...), at most 1 MiB each. all (or true): every response, complete. none (or false): no responses.",
     )
     sample_routes: int = Field(
         default=4,
@@ -61,7 +61,8 @@ class ObserveConfig(Section):
     )
     save_groups: bool = Field(
         default=False,
-        description="Write what every step trains on to groups/step_N.npz, lossless, for `mslime train --replay`.",
+        description="Write the training data of every step to groups/step_N.npz, lossless, for `mslime train "
+        "--replay`.",
     )
 
     @classmethod
@@ -81,7 +82,8 @@ class ObserveConfig(Section):
     @model_validator(mode="after")
     def _wandb_needs_a_project(self) -> ObserveConfig:
         if self.wandb and self.wandb_project is None:
-            raise ConfigError("observe.wandb", self.wandb, "is for a Weights & Biases project, and none is named",
+            raise ConfigError("observe.wandb", self.wandb, "needs a Weights & Biases project, and "
+            "observe.wandb_project is not set",
                               "set observe.wandb_project too, or remove it")  # fmt: skip
         return self
 
@@ -103,7 +105,7 @@ class CheckpointConfig(Section):
     )
     keep: int = Field(default=2, ge=1, description="Newest checkpoints kept.")
     keep_every: int = Field(
-        default=0, ge=0, description="Checkpoints of multiples of this many steps are kept for ever; 0: none."
+        default=0, ge=0, description="Checkpoints at multiples of this many steps are kept forever; 0: none."
     )
     keep_best: str | None = Field(
         default=None,
@@ -119,7 +121,7 @@ class CheckpointConfig(Section):
     resume: Resume = Field(
         default="auto",
         description="auto: from the newest checkpoint, if any; a damaged one is refused. older: from the newest "
-        "undamaged one; damaged ones are set aside. never: refuse if there is one.",
+        "undamaged one; damaged ones are set aside. never: refuse to start if there is one.",
     )
     load: Path | None = Field(default=None, description="Start from this mslime checkpoint directory.")
     save_hf: bool = Field(default=True, description="Also export a Hugging Face checkpoint at the end.")
@@ -134,7 +136,7 @@ class CheckpointConfig(Section):
 
 
 def _ends_interval(step: int, every: int) -> bool:
-    """Whether `step` (0-based) is the last one of an interval; there is none where `every` is 0."""
+    """Whether `step` (0-based) is the last one of an interval; never if `every` is 0."""
     return every > 0 and (step + 1) % every == 0
 
 
@@ -154,13 +156,13 @@ def check_checkpoint(checkpoint: CheckpointConfig, *, sets: list[str], task: Tas
     name = metric.removeprefix("eval/").rpartition("/")[0]
     if name not in sets:
         raise ConfigError(
-            "checkpoint.keep_best", metric, f"names no set of data.eval_sets: {sets}",
+            "checkpoint.keep_best", metric, f"is not a metric of a set in data.eval_sets: {sets}",
             f"write for example eval/{sets[0] if sets else 'NAME'}/accuracy",
         )  # fmt: skip
     losses, minimum = ("nll", "perplexity"), checkpoint.keep_best_is == "min"
     is_loss, supervised = metric.rpartition("/")[2] in losses, task == "sft"
     if is_loss != supervised:
-        rule = f"train.task {task} measures no such thing on held-out sets"
+        rule = f"train.task {task} does not compute this metric on held-out sets"
         best = f"eval/{name}/nll and checkpoint.keep_best_is: min" if supervised else f"eval/{name}/accuracy"
         raise ConfigError("checkpoint.keep_best", metric, rule, f"write for example {best}")
     if is_loss and not minimum:

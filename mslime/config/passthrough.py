@@ -244,7 +244,7 @@ def collect_extra(
     for key, value in extra.items():
         path = f"{section}.{key}"
         if not isinstance(key, str):
-            raise ConfigError(path, value, "names of fields are texts", "correct the name")
+            raise ConfigError(path, value, "field names must be text", "correct the name")
         if key in reserved:
             raise ConfigError(path, value, f"mslime sets this field itself: {reserved[key]}", "remove it")
         if key not in known:
@@ -256,7 +256,7 @@ def collect_extra(
                 hint or f"see `mslime check --fields {engine}` for the {len(known)} known names",
             )
         if isinstance(value, str) and not value.strip():
-            raise ConfigError(path, value, "the text is empty", "remove it, or write null")
+            raise ConfigError(path, value, "must not be empty", "remove it, or write null")
         if not is_finite(value):
             raise ConfigError(path, value, "numbers must be finite", "correct the value")
         if not known[key].accepts(value):

@@ -58,7 +58,9 @@ def load(group: Group, name: str, setting: str) -> Any:
     known = found(group)
     if name not in known:
         hint = f"name one of {', '.join(known)}" if known else "install mslime again: bash scripts/install.sh"
-        raise ConfigError(setting, name, f"no installed package adds {name!r} to {group}", nearest(name, known) or hint)
+        raise ConfigError(
+            setting, name, f"no installed package provides {name!r} in {group}", nearest(name, known) or hint
+        )
     point = known[name]
     try:
         return getattr(importlib.import_module(point.module), point.attr)

@@ -114,7 +114,7 @@ class CriticSpec(TrainingSpec):
 def policy_spec(config: RunConfig) -> PolicySpec:
     """Spec of a run's policy."""
     rl, model = config.train.task == "rl", config.model
-    # Senders ask engines what the transport `auto` comes to, but where both take turns, settings alone say it.
+    # Senders resolve the transport `auto` by querying the engines; in colocated runs the settings decide.
     transport = config.transport if config.colocated else config.weights.transport
     sent = {"transport": transport, "directory": config.weights_directory}
     return PolicySpec(

@@ -24,10 +24,10 @@ class RewardServersConfig(Section):
 
     url: str | list[str] | None = Field(
         default=None,
-        description="URL, or several: a request goes to the one with the fewest open requests, and a retry to another "
-        "one.",
+        description="One or several URLs. A request goes to the one with the fewest open requests, and a retry to "
+        "another one.",
     )
-    concurrency: int = Field(default=16, ge=1, description="Requests on their way at once, to all URLs together.")
+    concurrency: int = Field(default=16, ge=1, description="Maximum open requests, over all URLs.")
     retries: int = Field(
         default=3, ge=0, description="Further attempts after a refused connection, a time-out, or HTTP 408, 429, 5xx."
     )
@@ -47,21 +47,19 @@ class RewardServersConfig(Section):
 class HttpRewardConfig(RewardServersConfig):
     """A served reward model; docs/rewards.md describes its requests."""
 
-    batch_size: int = Field(default=16, ge=1, description="Samples of one request at most.")
-    batch_wait_s: float = Field(
-        default=0.05, le=1e9, ge=0, description="Seconds for which a request waits to become full."
-    )
+    batch_size: int = Field(default=16, ge=1, description="Maximum samples of one request.")
+    batch_wait_s: float = Field(default=0.05, le=1e9, ge=0, description="Seconds to wait until a request is full.")
 
 
 class JudgeConfig(RewardServersConfig):
     """A language model that grades with a number, at an OpenAI-compatible `/v1/chat/completions`."""
 
-    model: str | None = Field(default=None, description="Name of the model, as the server calls it.")
+    model: str | None = Field(default=None, description="Name of the model on the server.")
     template: str | None = Field(
         default=None,
-        description="What it is asked: a text with {response} in it, and {prompt} and {label} where they matter.",
+        description="Question for the judge: a text with {response}, and with {prompt} and {label} if they matter.",
     )
-    system: str | None = Field(default=None, description="A system message before it.")
+    system: str | None = Field(default=None, description="System message before the question.")
     pattern: str | None = Field(
         default=None,
         description="Regular expression; the first group of its last match in the reply is the number, for example "
@@ -71,7 +69,7 @@ class JudgeConfig(RewardServersConfig):
         default=None, description="In place of pattern: the reply is a JSON object, and this is the number's key."
     )
     range: tuple[float, float] | None = Field(
-        default=None, description="Lowest and highest number that it may answer; another one is an error of the sample."
+        default=None, description="Lowest and highest valid number; any other is an error of the sample."
     )
     options: dict[str, Any] = Field(
         default_factory=lambda: {"temperature": 0.0, "max_tokens": 512},
@@ -86,7 +84,7 @@ class GraderConfig(Section):
         default="exact",
         description="exact: equals the label. math: equals it as mathematics. answer_line: math on the last `Answer:` "
         "line. letters: multiple choice. f1: overlap of words. http: a served reward model. judge: a language model. "
-        "custom: your function. More by plug-ins (docs/plugins.md).",
+        "custom: your function. Plug-ins add more (docs/plugins.md).",
     )
     function: str | None = Field(
         default=None,
@@ -95,8 +93,8 @@ class GraderConfig(Section):
     )
     per: Literal["sample", "group"] = Field(
         default="sample",
-        description="custom: group calls the function once a prompt with all its finished samples; it returns a list "
-        "of rewards.",
+        description="custom: with group, the function is called once per prompt with all its finished samples, and "
+        "returns a list of rewards.",
     )
     http: HttpRewardConfig = Field(default_factory=HttpRewardConfig)
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
@@ -120,10 +118,8 @@ class GraderConfig(Section):
 class RewardPartConfig(GraderConfig):
     """One of several rewards."""
 
-    name: str = Field(description="Its metric is reward/NAME/mean.")
-    weight: float = Field(
-        default=1.0, allow_inf_nan=False, description="What it is multiplied with before it is added."
-    )
+    name: str = Field(description="Name in the metric reward/NAME/mean.")
+    weight: float = Field(default=1.0, allow_inf_nan=False, description="Weight of this reward in the sum.")
 
 
 class ScoringConfig(GraderConfig):
@@ -153,8 +149,8 @@ class OverlongConfig(Section):
     buffer_tokens: int = Field(
         default=0,
         ge=0,
-        description="The last tokens below rollout.max_response_tokens in which the penalty grows from 0 to `factor`; "
-        "0: no penalty.",
+        description="Number of tokens before rollout.max_response_tokens over which the penalty grows from 0 to "
+        "`factor`; 0: no penalty.",
     )
     factor: float = Field(default=1.0, ge=0, allow_inf_nan=False, description="The penalty at the limit.")
 
@@ -162,9 +158,9 @@ class OverlongConfig(Section):
 class RepetitionConfig(Section):
     """A penalty for n-grams of tokens that occur again within a response."""
 
-    ngram: int = Field(default=0, ge=0, description="n; 0: no penalty. 20 finds loops and leaves prose alone.")
+    ngram: int = Field(default=0, ge=0, description="n; 0: no penalty. 20 detects loops, but not ordinary prose.")
     factor: float = Field(
-        default=1.0, ge=0, allow_inf_nan=False, description="Taken off: factor x share of the response's n-grams that "
+        default=1.0, ge=0, allow_inf_nan=False, description="Penalty: factor x share of the response's n-grams that "
         "occurred before."
     )  # fmt: skip
 
@@ -213,34 +209,35 @@ def _check_parts(place: str, scoring: ScoringConfig) -> None:
     names = [p.name for p in scoring.parts]
     for i, name in enumerate(names):
         if re.fullmatch(r"[A-Za-z][\w-]*", name) is None or name in RESERVED_NAMES:
-            rule = "a name is letters, digits, _ and -, begins with a letter, and is not " + ", ".join(RESERVED_NAMES)
+            taken = ", ".join(RESERVED_NAMES)
+            rule = f"must consist of letters, digits, _ and -, begin with a letter, and not be {taken}"
             raise ConfigError(f"{place}.parts[{i}].name", name, rule, "it becomes the metric reward/NAME/mean")
         if names.count(name) > 1:
             raise ConfigError(f"{place}.parts[{i}].name", name, "two parts have this name", "rename one of them")
     if scoring.parts and (scoring.function is not None or scoring.kind != "exact"):
         field = "function" if scoring.function is not None else "kind"
         raise ConfigError(
-            f"{place}.{field}", getattr(scoring, field), "parts define the score", "move it into one of the parts"
+            f"{place}.{field}", getattr(scoring, field), "has no effect with parts", "move it into one of the parts"
         )
 
 
 def _check_grader(place: str, grader: GraderConfig) -> None:
     if grader.kind not in KINDS and grader.kind not in (added := found("mslime.rewards")):
         known = [*KINDS, *added]
-        raise ConfigError(f"{place}.kind", grader.kind, "there is no such kind",
-                          nearest(grader.kind, known) or f"name one of {', '.join(known)}")  # fmt: skip
+        raise ConfigError(f"{place}.kind", grader.kind, "unknown kind",
+                          nearest(grader.kind, known) or f"choose one of {', '.join(known)}")  # fmt: skip
     if grader.function is not None:
         check_choice(f"{place}.function", grader.function, ())
     if (grader.kind == "custom") != (grader.function is not None):
         raise ConfigError(
             f"{place}.function",
             grader.function,
-            f"goes together with {place}.kind: custom (kind is {grader.kind!r})",
+            f"must be set together with {place}.kind: custom (kind is {grader.kind!r})",
             "set both, or neither",
         )
     if grader.per == "group" and grader.kind != "custom":
         raise ConfigError(f"{place}.per", "group", f"kind {grader.kind} scores samples one by one",
-                          "remove it, or give a function of yours with kind: custom")  # fmt: skip
+                          "remove it, or set kind: custom and function")  # fmt: skip
     _check_servers(place, grader, "http", grader.http)
     _check_servers(place, grader, "judge", grader.judge)
     if grader.kind == "judge":
@@ -253,7 +250,7 @@ def _check_servers(place: str, grader: GraderConfig, kind: str, servers: RewardS
         raise ConfigError(
             where,
             servers.url,
-            f"goes together with {place}.kind: {kind} (kind is {grader.kind!r})",
+            f"must be set together with {place}.kind: {kind} (kind is {grader.kind!r})",
             "set both, or neither",
         )
     for url in servers.urls:
@@ -262,29 +259,28 @@ def _check_servers(place: str, grader: GraderConfig, kind: str, servers: RewardS
     if variable is not None and re.fullmatch(r"[A-Za-z_]\w*", variable) is None:
         raise ConfigError(
             f"{place}.{kind}.auth_env", "(not shown)", "must be the name of an environment variable",
-            "put the token into a variable, and its name here",
+            "export the token in a variable, and set its name here",
         )  # fmt: skip
 
 
 def _check_judge(place: str, judge: JudgeConfig) -> None:
     if not judge.template or not judge.template.strip():
-        raise ConfigError(f"{place}.template", judge.template, "kind judge needs a question",
-                          "write one with {prompt}, {response} and {label} in it")  # fmt: skip
+        raise ConfigError(f"{place}.template", judge.template, "kind judge needs a template",
+                          "write one with {prompt}, {response} and {label}")  # fmt: skip
     if "{response}" not in judge.template:
-        raise ConfigError(f"{place}.template", judge.template, "does not show the response to the judge",
-                          "write {response} where it belongs")  # fmt: skip
+        raise ConfigError(f"{place}.template", judge.template, "must contain {response}",
+                          "add {response} to the template")  # fmt: skip
     if (judge.pattern is None) == (judge.field is None):
-        raise ConfigError(f"{place}.pattern", judge.pattern, f"goes without {place}.field, and one of them is needed",
-                          "set the one that fits what the judge answers")  # fmt: skip
+        raise ConfigError(f"{place}.pattern", judge.pattern, f"exactly one of {place}.pattern and {place}.field must "
+        "be set",
+                          "set the one that fits the judge's replies")  # fmt: skip
     if judge.pattern is not None:
         _check_pattern(f"{place}.pattern", judge.pattern)
     if judge.range is not None and not judge.range[0] < judge.range[1]:
-        raise ConfigError(
-            f"{place}.range", list(judge.range), "is the lowest number, then the highest", "for example [0, 10]"
-        )
+        raise ConfigError(f"{place}.range", list(judge.range), "must be [lowest, highest]", "for example [0, 10]")
     if taken := sorted({"messages", "model", "stream", "n"} & judge.options.keys()):
-        raise ConfigError(f"{place}.options", ", ".join(taken), "are set by mslime",
-                          "the other settings of this section say them")  # fmt: skip
+        raise ConfigError(f"{place}.options", ", ".join(taken), "mslime sets these fields itself",
+                          "use the other settings of this section")  # fmt: skip
 
 
 def _check_pattern(where: str, pattern: str) -> None:
@@ -292,7 +288,7 @@ def _check_pattern(where: str, pattern: str) -> None:
         groups = re.compile(pattern).groups
     except re.error as error:
         raise ConfigError(
-            where, pattern, f"is no regular expression: {error}", "mend it; in YAML quote it with '...'"
+            where, pattern, f"is not a valid regular expression: {error}", "fix it; in YAML quote it with '...'"
         ) from error
     if groups == 0:
-        raise ConfigError(where, pattern, "has no group, which would hold the number", "for example 'Score: ([0-9.]+)'")
+        raise ConfigError(where, pattern, "has no group for the number", "for example 'Score: ([0-9.]+)'")

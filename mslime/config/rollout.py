@@ -30,10 +30,10 @@ class AtroposConfig(Section):
 
     host: str = Field(
         default="127.0.0.1",
-        description="Address to listen on, and under which environments find the run. Another one than loopback needs "
-        "a token.",
+        description="Address to listen on, which environments connect to. An address other than loopback needs a "
+        "token.",
     )
-    port: int = Field(default=8000, ge=0, le=65535, description="0: a free one, named in the log.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port; 0: any free port, which is logged.")
     token: Annotated[Secret, not_empty("rollout.atropos.token")] | None = Field(
         default=None,
         description="First part of every URL's path, because Atropos' environments send no key: env:NAME, file:PATH, "
@@ -41,7 +41,7 @@ class AtroposConfig(Section):
     )
     silent_s: Seconds = Field(
         default=600,
-        description="Seconds without a request of any environment, while groups are needed, after which the rollout "
+        description="Seconds without a request from any environment, while groups are needed, after which the rollout "
         "fails (rollout.on_error).",
     )
     keep_s: Seconds = Field(
@@ -52,7 +52,7 @@ class AtroposConfig(Section):
     waiting: int = Field(
         default=256,
         ge=1,
-        description="Groups that may wait, handed in before they were needed. Further ones are dropped "
+        description="Maximum groups that wait because they arrived before they were needed. Further ones are dropped "
         "(rollout/atropos/no_room).",
     )
 
@@ -82,23 +82,22 @@ class EnvironmentLimitsConfig(Section):
     """Limits of an episode in an environment, and the worker processes of environments."""
 
     turns: int = Field(
-        default=16, ge=1, description="Turns of the model; an episode that is not done then ends as it stands."
+        default=16, ge=1, description="Maximum turns of the model; an unfinished episode then ends as it is."
     )
-    call_s: Seconds = Field(
-        default=60, description="Seconds for one call of the environment: what takes longer has failed."
-    )
+    call_s: Seconds = Field(default=60, description="Seconds for one call to the environment; a longer call fails.")
     episode_s: Seconds | None = Field(
         default=None,
-        description="Seconds of all calls of an episode to its environment, without the model's time; then the "
+        description="Seconds for all of an episode's calls to its environment, without the model's time; then the "
         "episode ends as it is. null: no limit.",
     )
     workers: int = Field(
-        default=2, ge=1, le=65536, description="Processes that environments live in, each with as many as are needed."
+        default=2, ge=1, le=65536, description="Worker processes for environments; each holds as many as needed."
     )
     memory_mib: float | None = Field(
         default=4096,
         gt=0,
-        description="Memory that a process may take beyond what it holds when the class is imported; null: no limit.",
+        description="Maximum memory of a worker process, in MiB, beyond its memory after the class is imported; null: "
+        "no limit.",
     )
 
 
@@ -106,16 +105,17 @@ class EnvironmentLimitsConfig(Section):
 
 
 class AgentLimits(Section):
-    """Limits of one rollout that chats. A request beyond a limit is refused and names it; the conversation is kept."""
+    """Limits of one chat rollout. A request beyond a limit is refused with an error that names it; the conversation is
+    kept."""
 
-    turns: int = Field(default=200, ge=1, description="Replies of the model.")
+    turns: int = Field(default=200, ge=1, description="Maximum replies of the model.")
     sequences: int = Field(
         default=32,
         ge=1,
-        description="Training samples of a rollout. An edited history, or a template that drops reasoning, begins "
-        "another one; the error counts the reasons (docs/agents.md).",
+        description="Maximum training samples of a rollout. An edited history, or a template that drops reasoning, "
+        "starts a new one; the error counts the reasons (docs/agents.md).",
     )
-    tokens: int = Field(default=1_000_000, ge=1, description="Sampled tokens, over all sequences.")
+    tokens: int = Field(default=1_000_000, ge=1, description="Maximum sampled tokens, over all sequences.")
     idle_s: Seconds = Field(
         default=3600,
         description="Seconds without a request after which an agent counts as dead: the rollout ends with an error "
@@ -133,15 +133,15 @@ class AgentServer(Section):
 
     host: str = Field(
         default="127.0.0.1",
-        description="Address to listen on, and under which agents find it. Another one than loopback needs a token.",
+        description="Address to listen on, which agents connect to. An address other than loopback needs a token.",
     )
-    port: int = Field(default=0, ge=0, le=65535, description="0: a free one.")
+    port: int = Field(default=0, ge=0, le=65535, description="Port; 0: any free port.")
     token: Annotated[Secret, not_empty("rollout.server.token")] | None = Field(
         default=None,
         description="First part of every rollout's key, so that a proxy can refuse other requests: env:NAME, "
         "file:PATH, or the token itself.",
     )
-    max_request_mib: int = Field(default=64, ge=1, le=4096, description="Largest request.")
+    max_request_mib: int = Field(default=64, ge=1, le=4096, description="Largest request, in MiB.")
 
     def secret(self) -> str:
         """The token; empty if there is none. Raises ConfigError if it cannot be found."""
@@ -160,11 +160,11 @@ def check_address(section: str, host: str, has_token: bool) -> None:
     except ValueError:
         loopback = host == "localhost"
     if not has_token and not loopback:
-        raise ConfigError(f"{section}.token", None, f"the server would be reached by others, at {host}",
+        raise ConfigError(f"{section}.token", None, f"other machines can reach the server at {host} without a token",
                           f"set a token (env:NAME), or leave {section}.host at 127.0.0.1")  # fmt: skip
     if host in ("", "0.0.0.0", "::", "*"):
-        raise ConfigError(f"{section}.host", host, "is no address under which agents find the server",
-                          "give an address of this machine")  # fmt: skip
+        raise ConfigError(f"{section}.host", host, "is not an address that agents can connect to",
+                          "set an address of this machine")  # fmt: skip
 
 
 FUNCTIONS = ("single_turn", "environment")
@@ -174,7 +174,7 @@ DynamicFilter = Literal["none", "zero_variance"]
 """Built-in filters of groups, besides users' functions."""
 
 OnStale = Literal["keep", "mask", "reroll", "drop"]
-"""What becomes of tokens older than the bound, once `auto` is decided."""
+"""Treatment of tokens older than the bound, with `auto` resolved."""
 
 
 class RolloutConfig(Section):
@@ -193,28 +193,28 @@ class RolloutConfig(Section):
         "(docs/environments.md).",
     )
     environment_options: dict[str, Any] = Field(
-        default_factory=dict, description="What the constructor of that class is given."
+        default_factory=dict, description="Arguments of that class's constructor."
     )
     environment_turns: TurnsOf = Field(
         default="text",
         description="text: one sequence, to which observations are added (in the chat template with "
-        "data.apply_chat_template). chat: messages; a template that drops earlier thinking begins a new sequence, "
+        "data.apply_chat_template). chat: messages; a template that drops earlier thinking starts a new sequence, "
         "unless rollout.thinking is keep.",
     )
     environment_limits: EnvironmentLimitsConfig = Field(default_factory=EnvironmentLimitsConfig)
     environment_credit: Credit = Field(
         default="auto",
-        description="Which rewards of an environment count. episode: the episode's alone. steps: also each step's, "
-        "where it ended (grpo: beside the episode's; reinforce_pp, gae: in its place). auto: steps for reinforce_pp "
-        "and gae.",
+        description="Rewards of an environment to use. episode: only the episode's. steps: also each step's, at the "
+        "step's end (grpo: beside the episode's; reinforce_pp, gae: in its place). auto: steps for reinforce_pp and "
+        "gae.",
     )
     atropos: AtroposConfig = Field(
-        default_factory=AtroposConfig, description="Where environments find the run, for function: atropos."
+        default_factory=AtroposConfig, description="Server for environments, for function: atropos."
     )
     on_error: OnError = Field(
         default="fail",
         description="If a rollout function raises or fails. fail: the run ends; a second failure after a resume drops "
-        "the group. drop: the rollout leaves its group; in an evaluation it is wrong.",
+        "the group. drop: the rollout is removed from its group; in an evaluation it counts as wrong.",
     )
     renderer: str | None = Field(
         default=None,
@@ -225,17 +225,15 @@ class RolloutConfig(Section):
     thinking: Literal["template", "keep"] = Field(
         default="template",
         description="Earlier reasoning in chats. template: as the chat template renders it; if it drops reasoning, "
-        "each query begins a sequence. keep: it stays, in one sequence.",
+        "each query starts a new sequence. keep: keep it, in one sequence.",
     )
     read_special_tokens: bool = Field(
         default=False,
-        description="Read special tokens that users, tools and environments write. false: a blank splits them, so no "
+        description="Parse special tokens in texts of users, tools and environments. false: a space splits them, so no "
         "tool can end the model's turn.",
     )
-    limits: AgentLimits = Field(default_factory=AgentLimits, description="What one rollout that chats may take.")
-    server: AgentServer = Field(
-        default_factory=AgentServer, description="The server that agents of rollout functions speak to."
-    )
+    limits: AgentLimits = Field(default_factory=AgentLimits, description="Limits of one chat rollout.")
+    server: AgentServer = Field(default_factory=AgentServer, description="Server for agents of rollout functions.")
     max_staleness: int = Field(
         default=0,
         le=1_000_000,
@@ -246,8 +244,8 @@ class RolloutConfig(Section):
         default=1.0,
         le=1000,
         ge=1,
-        description="Spare groups: 1.5 starts half a step more than needed. Only if a filter can refuse groups "
-        "(dynamic_filter) or max_staleness is 0.",
+        description="Spare groups: 1.5 starts half a step more than needed. Takes effect only if a filter can refuse "
+        "groups (dynamic_filter) or max_staleness is 0.",
     )
     partial: bool = Field(default=True, description="Keep the tokens of aborted responses and continue them later.")
     on_stale: Literal["auto", "keep", "mask", "reroll", "drop"] = Field(
@@ -275,26 +273,26 @@ class RolloutConfig(Section):
         default=1.0,
         ge=0.001,  # SGLang samples greedily below 1e-6, and log-probs over so small a number overflow
         le=1000,
-        description="Of sampling; log-probs are those at this temperature.",
+        description="Sampling temperature; log-probs are computed at it, too.",
     )
     top_p: float = Field(
         default=1.0,
         gt=0,
         le=1,
-        description="Draw from the likeliest tokens with this total probability, and train the distribution over "
+        description="Draw from the most likely tokens with this total probability, and train the distribution over "
         "them. Below 1 it needs top_k.",
     )
     top_k: int = Field(
         default=-1,
         ge=-1,
-        description="Draw from so many of the likeliest tokens, 2 to 4096 (sglang.sampling_mask_max_tokens), and "
-        "train likewise. -1: off.",
+        description="Draw from this many most likely tokens, 2 to 4096 (sglang.sampling_mask_max_tokens), and train "
+        "likewise. -1: off.",
     )
     min_p: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="Draw from tokens with at least this share of the likeliest one's probability, and train "
+        description="Draw from tokens with at least this fraction of the most likely token's probability, and train "
         "likewise. Above 0 it needs top_k; 0: off.",
     )
     stop: list[str] = Field(default_factory=list, description="Texts that end a response.")
@@ -311,16 +309,17 @@ class RolloutConfig(Section):
     )
     pause_mode: PauseMode = Field(
         default="abort",
-        description="Running requests in a weight update with max_staleness > 0. abort: continue as new requests. "
-        "retract: prefill again, old tokens get new routes. in_place: continue on the old cache.",
+        description="Treatment of running requests in a weight update with max_staleness > 0. abort: continue as new "
+        "requests. retract: prefill again, old tokens get new routes. in_place: continue on the old cache.",
     )
 
     @field_validator("temperature", mode="before")
     @classmethod
     def _refuse_greedy(cls, value: object) -> object:
         if value == 0:
-            raise ConfigError("rollout.temperature", value, "greedy responses of a group are alike, and teach nothing",
-                              "set 1.0 (held-out sets are greedy by their own temperature)")  # fmt: skip
+            raise ConfigError("rollout.temperature", value, "greedy responses of a group are identical, so there is "
+            "nothing to learn",
+                              "set 1.0; held-out sets have their own temperature")  # fmt: skip
         return value
 
     def longest(self, max_positions: int) -> int:
@@ -365,8 +364,8 @@ def check_rollout(
         refuse_first("rollout", _groups(rollout, algorithm.advantage))
     managers, port = rollout.managers, rollout.server.port
     refuse_first("rollout", [
-        (rollout.top_k == 0, "top_k", 0, "no token would be left to draw", "use -1 to turn it off"),
-        (rollout.top_k == 1, "top_k", 1, "the only token left always has probability 1, so nothing would be learnt",
+        (rollout.top_k == 0, "top_k", 0, "leaves no token to draw", "use -1 to turn it off"),
+        (rollout.top_k == 1, "top_k", 1, "leaves one token, always with probability 1, so there is nothing to learn",
          "use 2 or more, or -1 to turn it off"),
         (managers > servers, "managers", managers, f"each manager needs an engine, and there are {servers}",
          "lower it, or raise sglang.num_engines"),
@@ -385,11 +384,11 @@ def _check_turns(rollout: RolloutConfig) -> None:
     refuse_first("rollout", [
         (rollout.max_staleness > 1, "max_staleness", rollout.max_staleness,
          "with cluster.placement: colocated nothing is generated while the trainer works; one step ahead keeps the "
-         "engines full to the end of their turn, and more only makes tokens older",
-         "set it to 1 or 0, or give engines GPUs of their own (cluster.placement: separate)"),
+         "engines busy to the end of their turn, and more only makes tokens older",
+         "set it to 1 or 0, or give engines their own GPUs (cluster.placement: separate)"),
         (rollout.max_staleness and rollout.pause_mode != "abort", "pause_mode", rollout.pause_mode,
-         "engines that give their memory to the trainer can keep no request, and with rollout.max_staleness 1 some are "
-         "under way at the end of each turn", "set pause_mode abort, which is the default, or max_staleness 0"),
+         "colocated engines cannot keep requests when they release their memory, and with rollout.max_staleness 1 some "
+         "are running then", "set pause_mode: abort, the default, or max_staleness: 0"),
     ])  # fmt: skip
 
 
@@ -403,7 +402,7 @@ def _groups(rollout: RolloutConfig, advantage: str) -> Iterator[Rule]:
     )  # fmt: skip
     yield (
         rollout.dynamic_filter == "zero_variance" and alone, "dynamic_filter", rollout.dynamic_filter,
-        "the rewards of a group of one are all equal, so every group would be dropped and no step would ever fill",
+        "the rewards of a group of one are all equal, so every group would be dropped and no step would be complete",
         "use none, or a rollout.group_size of at least 2",
     )  # fmt: skip
 
@@ -413,21 +412,21 @@ def _check_environment(rollout: RolloutConfig, algorithm: AlgorithmConfig, data:
     environment, credit, usable = rollout.environment, rollout.environment_credit, ("grpo", *TIMED_ADVANTAGES)
     refuse_first("rollout", [(
         (rollout.function == "environment") != (environment is not None), "environment", environment,
-        f"goes together with rollout.function: environment (it is {rollout.function!r})", "set both, or neither",
+        f"must be set together with rollout.function: environment (it is {rollout.function!r})", "set both, or neither",
     )])  # fmt: skip
     if environment is not None:
         check_choice("rollout.environment", environment, ())
     chat, timed = rollout.environment_turns == "chat", algorithm.advantage in TIMED_ADVANTAGES and credit != "episode"
     refuse_first("rollout", [
         (environment is None and rollout.environment_options, "environment_options", rollout.environment_options,
-         "has no class to go to", "name it in rollout.environment"),
+         "has no effect without rollout.environment", "set rollout.environment, or remove it"),
         (chat and not data.apply_chat_template, "environment_turns", "chat",
-         "needs messages, and data.apply_chat_template is false", "set it, or use text"),
+         "needs messages, and data.apply_chat_template is false", "set it to true, or use text"),
         (chat and timed and algorithm.credit != "turns", "environment_turns", "chat",
          f"an episode may be several sequences, and algorithm.advantage {algorithm.advantage} spreads its reward over "
          "the steps of all of them", "set algorithm.credit: turns, or rollout.environment_credit: episode"),
         (credit == "steps" and algorithm.advantage not in usable, "environment_credit", "steps",
-         f"algorithm.advantage {algorithm.advantage} reads rewards of whole rollouts alone",
+         f"algorithm.advantage {algorithm.advantage} uses only rewards of whole rollouts",
          f"use episode, or one of the advantages {', '.join(usable)}"),
     ])  # fmt: skip
 
@@ -438,21 +437,21 @@ def _check_atropos(
     """Reject settings that Atropos' environments do not support, and settings that have no effect without them."""
     if rollout.function != FUNCTION:
         if algorithm.advantage == GIVEN:
-            raise ConfigError("algorithm.advantage", GIVEN, "takes the advantages that Atropos' environments give, and "
+            raise ConfigError("algorithm.advantage", GIVEN, "uses advantages from Atropos' environments, and "
                               f"rollout.function is {rollout.function!r}",
                               f"set rollout.function: {FUNCTION}, or another advantage")  # fmt: skip
         return
     for setting, value, rule, hint in (
-        ("data.prompts", data.prompts, "Atropos' environments bring their prompts", "leave it out"),
-        ("data.source", data.source, "Atropos' environments bring their prompts", "leave it out"),
+        ("data.prompts", data.prompts, "Atropos' environments provide the prompts", "remove it"),
+        ("data.source", data.source, "Atropos' environments provide the prompts", "remove it"),
         ("data.eval_sets", [s.name for s in data.eval_sets], "Atropos' environments evaluate by themselves, and cannot "
-         "play rows of a run", "leave them out; see steps_per_eval of the environment"),
-        ("rollout.managers", rollout.managers - 1 and rollout.managers, "environments find one manager: groups are "
-         "handed in at one address", "set it to 1"),
-        ("rollout.on_stale", rollout.on_stale if rollout.on_stale == "reroll" else None, "an environment cannot be "
-         "asked for a single rollout again", "use keep, mask or drop"),
+         "use rows of a run", "remove them; see steps_per_eval of the environment"),
+        ("rollout.managers", rollout.managers - 1 and rollout.managers, "environments can submit groups to one manager "
+         "only", "set it to 1"),
+        ("rollout.on_stale", rollout.on_stale if rollout.on_stale == "reroll" else None, "an environment cannot repeat "
+         "a single rollout", "use keep, mask or drop"),
         ("reward", "" if reward == RewardConfig() else reward.kind, "Atropos' environments score "
-         "by themselves", "leave it out"),
+         "by themselves", "remove it"),
         ("train.task", task if task == "sft" else None, "supervised training reads files",
          "use train.task: rl"),
     ):  # fmt: skip

@@ -79,15 +79,15 @@ class ModelConfig(Section):
         description="Teacher of on-policy distillation, of the same architecture, held by the trainer; see `teacher`.",
     )
     ignored_config_fields: tuple[str, ...] = Field(
-        default=(), description="Unknown settings of config.json that change nothing."
+        default=(), description="Unknown fields of config.json to ignore because they do not affect the model."
     )
 
     @field_validator("ignored_config_fields")
     @classmethod
     def _are_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if wrong := [name for name in names if re.fullmatch(r"[\w.-]+", name) is None]:
-            raise ConfigError("model.ignored_config_fields", wrong[0], "is no name of a setting of config.json",
-                              "name settings, for example [some_gate, other_scale]")  # fmt: skip
+            raise ConfigError("model.ignored_config_fields", wrong[0], "is not a valid name of a field of config.json",
+                              "name fields, for example [some_gate, other_scale]")  # fmt: skip
         return names
 
     @property
@@ -99,26 +99,28 @@ class ModelConfig(Section):
 class DeadlineConfig(Section):
     """Seconds after which a silent part of the run counts as dead. Every wait in mslime has a deadline."""
 
-    engine_start_s: Seconds = Field(default=600, description="An engine loads its weights and answers.")
-    engine_request_s: Seconds = Field(default=3600, description="One response is generated.")
+    engine_start_s: Seconds = Field(default=600, description="Time for an engine to start and load its weights.")
+    engine_request_s: Seconds = Field(default=3600, description="Time to generate one response.")
     engine_silence_s: Seconds = Field(
         default=300,
-        description="An engine that is to generate shows a sign of life: it answers a request, or a heartbeat.",
+        description="Time without any reply, to requests or heartbeats, from an engine that should generate.",
     )
     engine_control_s: Seconds = Field(
-        default=120, description="An engine answers a control call: abort, pause, resume."
+        default=120, description="Time for an engine to reply to a control call: abort, pause, resume."
     )
-    trainer_start_s: Seconds = Field(default=1200, description="All trainer ranks connect and build the model.")
-    train_step_s: Seconds = Field(default=3600, description="All optimizer steps of one rollout.")
-    weight_sync_s: Seconds = Field(default=600, description="One phase of a weight update.")
-    rollout_step_s: Seconds = Field(default=7200, description="The groups of one step are complete.")
-    checkpoint_s: Seconds = Field(default=3600, description="A checkpoint or an export is written or read.")
+    trainer_start_s: Seconds = Field(
+        default=1200, description="Time for all trainer ranks to connect and build the model."
+    )
+    train_step_s: Seconds = Field(default=3600, description="Time for all optimizer steps of one rollout.")
+    weight_sync_s: Seconds = Field(default=600, description="Time for one phase of a weight update.")
+    rollout_step_s: Seconds = Field(default=7200, description="Time to complete the groups of one step.")
+    checkpoint_s: Seconds = Field(default=3600, description="Time to write or read a checkpoint or an export.")
     rollout_function_s: Seconds = Field(
         default=3600,
-        description="What a rollout function does between two requests to the engines: a call of a tool, for example.",
+        description="Time of a rollout function between two requests to the engines, for example for a tool call.",
     )
     rescue_s: Seconds = Field(
-        default=300, description="For the last save of a run that ends early, by a signal or an error."
+        default=300, description="Time for the last save of a run that ends early, by a signal or an error."
     )
 
     def controls_within(self, seconds: float) -> DeadlineConfig:
@@ -147,17 +149,17 @@ def check_hooks(hooks: HooksConfig, *, task: Task) -> None:
             check_choice(setting, named, ())
     if hooks.sample is not None and task == "sft":
         raise ConfigError("hooks.sample", hooks.sample, "supervised training generates no samples",
-                          "use hooks.step, or leave it out")  # fmt: skip
+                          "use hooks.step, or remove it")  # fmt: skip
 
 
 class AdapterConfig(Section):
-    """One of several adapters: what differs from the run's settings, section by section."""
+    """One of several adapters: its differences from the run's settings, section by section."""
 
     name: Annotated[str, AfterValidator(directory_name)] = Field(
-        description="Of the adapter, and of its directory below that of the run."
+        description="Name of the adapter, and of its directory below the run's."
     )
     weight: float = Field(
-        default=1.0, gt=0, le=1e6, description="Its part of the engines while all adapters have work, beside others'."
+        default=1.0, gt=0, le=1e6, description="Relative share of the engines while all adapters have work."
     )
     seed: int | None = Field(default=None, lt=2**31, ge=0, description="Default: the run's.")
     data: DataConfig = Field(default_factory=DataConfig)
@@ -181,14 +183,14 @@ class RunConfig(Section):
     """All settings of one run."""
 
     name: Annotated[str, AfterValidator(directory_name)] = Field(
-        default="run", description="Of the run, and of its directory."
+        default="run", description="Name of the run, and of its directory."
     )
     output_dir: Path = Field(default=Path("outputs"), description="The run writes to output_dir/name and nowhere else.")
     seed: int = Field(
         default=1234,
         lt=2**31,
         ge=0,
-        description="Of the order of prompts, of sampling, and of weights that no checkpoint has.",
+        description="Seed of the order of prompts, of sampling, and of weights that are not in a checkpoint.",
     )
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig)
@@ -210,7 +212,7 @@ class RunConfig(Section):
     serve: ServeConfig = Field(default_factory=ServeConfig)
     adapters: tuple[AdapterConfig, ...] = Field(
         default=(),
-        description="Several adapters on one base; a section holds what differs from the run's "
+        description="Several adapters on one base; each entry holds its differences from the run's settings "
         "(docs/lora.md#several-adapters-in-one-run). Flag: --adapters.NAME.SECTION.SETTING.",
     )
     _adapter_runs: tuple[RunConfig, ...] = PrivateAttr(default=())
@@ -340,13 +342,12 @@ class RunConfig(Section):
         ]
         return [claim for claim in wanted if claim.count]
 
-    def refuse_several(self, what: str) -> None:
+    def refuse_several(self, command: str) -> None:
         """Raise ConfigError if a command needs one adapter, and the run has several."""
         if names := [entry.name for entry in self.adapters]:
             raise ConfigError(
-                "adapters", ", ".join(names), f"{what} is for one adapter",
-                "give it the adapter's own file, which a run writes: "
-                f"{self.run_dir / DIRECTORY / names[0]}/config.yaml",
+                "adapters", ", ".join(names), f"{command} supports one adapter only",
+                f"pass the adapter's own file, which a run writes: {self.run_dir / DIRECTORY / names[0]}/config.yaml",
             )  # fmt: skip
 
     @field_serializer("adapters")
@@ -356,8 +357,8 @@ class RunConfig(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _resolve(cls, values: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        """Rules that span sections hold for every adapter's run, and for the run's own sections where there are none:
-        what all adapters override needs not be right."""
+        """Rules that span sections hold for every adapter's run, and for the run's own sections if there are none:
+        values that all adapters override need not be valid."""
         config = handler(values)
         if info.context is ALONE:
             return config
@@ -458,19 +459,19 @@ class RunConfig(Section):
             (self.train.task != "rl", "train.task", self.train.task, "supervised training has one adapter",
              "train each adapter in a separate run"),
             (self.lora.sync != "adapter", "lora.sync", self.lora.sync,
-             "engines hold several adapters beside the base only where they are given adapters alone",
+             "several adapters need engines that receive adapters alone",
              "set lora.sync: adapter"),
             (bool(self.lora.together) and self.megatron.counts_over_a_step, "lora.together", True,
              "routers count tokens over a whole pass (moe_router_load_balancing_type: global_aux_loss)", "remove it"),
-            (self.colocated, "cluster.placement", "colocated", "offloading was never tested with adapters",
+            (self.colocated, "cluster.placement", "colocated", "offloading is not tested with adapters",
              "set separate"),
             (self.rollout.managers > 1, "rollout.managers", self.rollout.managers,
-             "one rollout service has the engines for all adapters", "remove it"),
+             "one rollout service uses the engines for all adapters", "remove it"),
             (self.teacher.path is not None or bool(self.teacher.urls), "teacher", "a served teacher",
-             "several adapters were never run with one",
+             "not tested with several adapters",
              "remove the section, or train this adapter in a separate run"),
             (self.model.teacher_path is not None, "model.teacher_path", str(self.model.teacher_path),
-             "several adapters were never run with a teacher", "remove it, or train this adapter in a separate run"),
+             "a teacher is not tested with several adapters", "remove it, or train this adapter in a separate run"),
             (self.model.reference_path is not None, "model.reference_path", str(self.model.reference_path),
              "the reference of several adapters is the base without them", "remove it"),
             (self.observe.wandb_project is not None, "observe.wandb_project", self.observe.wandb_project,
@@ -487,11 +488,11 @@ class RunConfig(Section):
             raise ConfigError(f"{at}.algorithm.advantage", "gae", "a critic needs a separate run",
                               "choose another advantage")  # fmt: skip
         if run.rollout.function == "atropos":
-            raise ConfigError(f"{at}.rollout.function", "atropos", "Atropos' environments were never run with several "
+            raise ConfigError(f"{at}.rollout.function", "atropos", "Atropos' environments are not tested with several "
                               "adapters", "train this adapter in a separate run")  # fmt: skip
         if run.rollout.server.port and len(self.adapters) > 1:
-            raise ConfigError(f"{at}: rollout.server.port", run.rollout.server.port, "every adapter has another "
-                              "server on another port", "remove it: free ports are found")  # fmt: skip
+            raise ConfigError(f"{at}: rollout.server.port", run.rollout.server.port, "every adapter has its own server "
+                              "on its own port", "remove it: free ports are used")  # fmt: skip
         if run.observe.wandb_project is not None:
             raise ConfigError(f"{at}.observe.wandb_project", run.observe.wandb_project, "one process logs one run to "
                               "Weights & Biases", "remove it, and set observe.tensorboard: true")  # fmt: skip
@@ -499,4 +500,4 @@ class RunConfig(Section):
             same = run.checkpoint.load == self.checkpoint.load
             if same and len(self.adapters) > 1:
                 raise ConfigError("checkpoint.load", str(self.checkpoint.load), "all adapters would start from one "
-                                  "checkpoint", "set it for each adapter that it is for")  # fmt: skip
+                                  "checkpoint", "set it in the entry of one adapter")  # fmt: skip

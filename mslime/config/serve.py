@@ -58,36 +58,36 @@ class AdamParams:
 class ServeConfig(Section):
     """`mslime serve`: address, key, and limits of sessions and adapters."""
 
-    port: int = Field(default=0, ge=0, le=65535, description="On 127.0.0.1; 0: a free one, which is printed.")
+    port: int = Field(default=0, ge=0, le=65535, description="Port on 127.0.0.1; 0: any free port, which is printed.")
     key: Annotated[Secret, not_empty("serve.key")] | None = Field(
         default=None,
-        description="Key of clients, beginning with tml-: env:NAME, file:PATH, or the key itself. Default: a new one "
-        "in RUN/serve.json.",
+        description="Key of clients, which must begin with tml-: env:NAME, file:PATH, or the key itself. Default: a "
+        "new one in RUN/serve.json.",
     )
     model_name: str | None = Field(
         default=None,
-        description="What clients call the base, for example Qwen/Qwen3-8B. model.path always names it.",
+        description="Clients' name for the base model, for example Qwen/Qwen3-8B. model.path is always valid, too.",
     )
     max_adapters: int = Field(
-        default=8, ge=1, le=1024, description="Adapters that are trained at once, of all clients."
+        default=8, ge=1, le=1024, description="Maximum adapters in training at once, over all clients."
     )
     engine_adapters: int = Field(
-        default=8, ge=1, le=1024, description="Adapters that an engine has loaded at once; others wait on disk."
+        default=8, ge=1, le=1024, description="Maximum adapters loaded in an engine at once; others wait on disk."
     )
     silence_s: float = Field(
         default=120.0,
         le=1e9,
         ge=1,
-        description="Seconds without a sign of life after which a client's adapters are freed. The SDK sends one "
-        "every 10 s.",
+        description="Seconds without a heartbeat after which a client's adapters are freed. The SDK sends one every 10 "
+        "s.",
     )
     stable_reinforce: Literal["importance_sampling", "ppo", "cispo", "dro"] | None = Field(
         default=None,
-        description="Loss in place of a client's stable_reinforce, whose definition is not public; it has its own "
-        "settings and inputs. null: the client is refused.",
+        description="Loss that replaces a client's stable_reinforce, whose definition is not public; its settings and "
+        "inputs differ. null: such requests are rejected.",
     )
     max_requests: int = Field(
         default=4096,
         ge=1,
-        description="Unfinished requests of all clients; further ones get HTTP 429 and are repeated.",
+        description="Maximum unfinished requests of all clients; further ones get HTTP 429, and clients retry them.",
     )

@@ -77,11 +77,9 @@ def as_markdown() -> str:
         "# Settings", "",
         "Written by `mslime check --fields --markdown`. A setting is a line of the YAML file or a flag: "
         "`rollout.max_staleness` is `rollout: {max_staleness: 1}` or `--rollout.max-staleness 1`. In brackets: values, "
-        "default. "
-        "`megatron`, `sglang` and `teacher` also take any field of the engine's own "
-        "(`mslime check --fields megatron`). "
-        "For completion in an editor, begin the YAML file with "
-        "`# yaml-language-server: $schema=PATH/docs/mslime.schema.json`.",
+        "default. `megatron`, `sglang` and `teacher` also accept any of the engine's own fields (`mslime check "
+        "--fields megatron`). For completion in an editor, begin the YAML file with `# yaml-language-server: "
+        "$schema=PATH/docs/mslime.schema.json`.",
     ]  # fmt: skip
     about = sections()
     for path, text in about.items():

@@ -38,19 +38,22 @@ class TrainConfig(Section):
         "micro-batches, so that ranks wait less for each other's experts. No token's weight changes.",
     )
     lr: float = Field(default=1e-6, le=1, gt=0, description="Peak learning rate.")
-    min_lr: float = Field(default=0.0, le=1, ge=0, description="Where the learning rate decays to.")
+    min_lr: float = Field(default=0.0, le=1, ge=0, description="Final learning rate.")
     lr_warmup_steps: int = Field(
         default=0, ge=0, description="Optimizer steps in which the learning rate rises from 0."
     )
     lr_decay_style: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="How the learning rate falls after the warm-up, until the last step."
     )
-    weight_decay: float = Field(default=0.0, le=1, ge=0, description="AdamW's, of matrices.")
+    weight_decay: float = Field(default=0.0, le=1, ge=0, description="AdamW's weight decay, for matrices only.")
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of Adam's mean of gradients.")
     adam_beta2: float = Field(default=0.98, ge=0, lt=1, description="Decay of Adam's mean of their squares.")
     adam_eps: float = Field(default=1e-8, gt=0, description="Added to Adam's denominator.")
     clip_grad: float = Field(
-        default=1.0, le=1e9, ge=0, description="Gradients are scaled to this norm at most; 0: never."
+        default=1.0,
+        le=1e9,
+        ge=0,
+        description="Maximum gradient norm; larger gradients are scaled down. 0: no clipping.",
     )
     replay: ReplayMode = Field(
         default="r3",
@@ -64,13 +67,13 @@ class TrainConfig(Section):
     log_prob_chunk_tokens: int = Field(
         default=1024,
         ge=1,
-        description="Tokens whose logits are held in fp32 at once, where Triton is missing; else none are.",
+        description="Tokens whose logits are held in fp32 at once if Triton is missing; with Triton there are none.",
     )
     logits_mib: float = Field(
         default=1024,
         gt=0,
-        description="Maximum logits of a micro-batch on a GPU. Larger ones are computed in blocks of the vocabulary "
-        "(at least 128 ids): up to a third more work in the output layer.",
+        description="Maximum size of a micro-batch's logits on a GPU, in MiB. Larger ones are computed in blocks of "
+        "the vocabulary (at least 128 ids): up to a third more work in the output layer.",
     )
     fp8: Fp8Recipe | None = Field(
         default=None,
@@ -80,13 +83,13 @@ class TrainConfig(Section):
     sft_batch_size: int = Field(default=64, ge=1, description="sft: rows of one step.")
     sft_loss_on: SftLossOn = Field(
         default="all",
-        description="sft with data.messages_key: all assistant turns, the last one, or each as its own sequence, "
+        description="sft with data.messages_key: train all assistant turns, the last one, or each as its own sequence, "
         "rendered as the last (for templates that drop earlier thinking).",
     )
     sft_too_long: Literal["refuse", "skip", "cut"] = Field(
         default="refuse",
-        description="sft: rows of more tokens than rollout.max_total_tokens (default: the model's positions); skip "
-        "and cut are counted in data/skipped_rows and data/cut_rows.",
+        description="sft: treatment of rows longer than rollout.max_total_tokens (default: the model's positions); "
+        "skipped and cut rows are counted in data/skipped_rows and data/cut_rows.",
     )
 
     @property

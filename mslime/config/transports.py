@@ -86,7 +86,7 @@ BUILT_IN: Mapping[str, TransportTraits] = {
         needs_plugin=True, one_host=True, host_buckets=1, way="host",
     ),
     "handles": TransportTraits(
-        "mslime.weights.memory:device_memory", "GPU memory, by CUDA's handles",
+        "mslime.weights.memory:device_memory", "GPU memory, through CUDA IPC handles",
         needs_plugin=True, one_host=True, gpu_bucket=True, way="gpus",
     ),
     "disk": TransportTraits(

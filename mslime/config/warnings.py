@@ -83,8 +83,8 @@ def _unbounded_weights(algorithm: AlgorithmConfig, steps: int, staleness: int) -
     correction, stale = algorithm.correction, staleness > 0
     if loss_traits(algorithm.loss).unbounded and (steps > 1 or (stale and correction.reference == "rollout")):
         yield (
-            f"algorithm.loss {algorithm.loss}: its importance weight has no bound, and off-policy a few tokens come to "
-            "own the gradient (at a lag of 3 versions the KL has been seen to grow thirtyfold). Use cispo, which "
+            f"algorithm.loss {algorithm.loss}: its importance weight has no bound, and off-policy a few tokens can "
+            "dominate the gradient (at a lag of 3 versions the KL has been seen to grow thirtyfold). Use cispo, which "
             "bounds it."
         )
     weighs = correction.action in ("mask", "drop") and correction.kept_weight == "ratio"
@@ -107,8 +107,8 @@ def _correction_without_effect(
     if correction.negative_advantage_only and on_policy:
         yield (
             "algorithm.correction.negative_advantage_only (OPSM) with one optimizer step a rollout and max_staleness "
-            "0: the policy trained is the one that sampled, so only the numerical difference of the two engines is "
-            "left to decide which sequences leave. Take more steps, allow staleness, or use preset tis."
+            "0: the policy trained is the one that sampled, so only numerical differences between trainer and engine "
+            "decide which sequences are dropped. Take more steps, allow staleness, or use preset tis."
         )
     if correction.action in ("truncate", "clip") and correction.reference == "rollout":
         yield (
@@ -118,7 +118,7 @@ def _correction_without_effect(
         )
     if correction.max_age is not None and correction.max_age >= staleness and on_stale != "keep":
         yield (
-            f"algorithm.correction.max_age {correction.max_age} never binds: no token is trained that is older than "
+            f"algorithm.correction.max_age {correction.max_age} never binds: no trained token is older than "
             f"rollout.max_staleness {staleness}. Lower it."
         )
     if correction.level == "segment" and staleness == 0:
@@ -144,15 +144,15 @@ def _other_losses(algorithm: AlgorithmConfig) -> Iterator[str]:
     traits, plain = loss_traits(algorithm.loss), AlgorithmConfig()
     if algorithm.clip_dual is not None and not traits.clips_dual:
         dual = " and ".join(name for name, loss in POLICY_LOSSES.items() if loss.clips_dual)
-        yield f"algorithm.clip_dual has no effect on the loss {algorithm.loss}; it is of {dual}."
+        yield f"algorithm.clip_dual has no effect on the loss {algorithm.loss}; only {dual} use it."
     others = {} if is_function(algorithm.loss) else {loss.section: name for name, loss in POLICY_LOSSES.items()}
     for section, name in others.items():
         if section and name != algorithm.loss and getattr(algorithm, section) != getattr(plain, section):
-            yield f"algorithm.{section} has no effect: it is of the loss {name}, and the loss is {algorithm.loss}."
+            yield f"algorithm.{section} has no effect: it belongs to the loss {name}, and the loss is {algorithm.loss}."
     if traits.of_responses and algorithm.loss_aggregation == "token":
         yield (
-            f"algorithm.loss_aggregation token with {algorithm.loss}: its objective is one number a response, and this "
-            "counts it once a token, so long responses weigh more. The paper's is sequence."
+            f"algorithm.loss_aggregation token with {algorithm.loss}: its objective is one number per response, and "
+            "this counts it once per token, so long responses weigh more. The paper uses sequence."
         )
 
 
@@ -162,21 +162,20 @@ def _advantage(algorithm: AlgorithmConfig, dynamic_filter: str) -> Iterator[str]
     for field, users in of.items():
         if getattr(algorithm, field) != getattr(start, field) and algorithm.advantage not in users:
             yield (
-                f"algorithm.{field} has no effect: it is of the advantage {' and '.join(users)}, and the advantage is "
-                f"{algorithm.advantage}."
+                f"algorithm.{field} has no effect: it belongs to the advantage {' and '.join(users)}, and the "
+                f"advantage is {algorithm.advantage}."
             )
     if algorithm.advantage == "reinforce_pp" and not algorithm.whitens:
         yield (
-            "algorithm.whiten false with reinforce_pp: nothing is left that the return is compared with, so where "
-            "rewards are not negative every response is made more likely, right or wrong. Leave whiten on, or use "
-            "reinforce_pp_baseline."
+            "algorithm.whiten false with reinforce_pp: the return has no baseline, so with non-negative rewards every "
+            "response becomes more likely, right or wrong. Leave whiten on, or use reinforce_pp_baseline."
         )
     teaches = algorithm.advantage in ("reinforce_pp", "gae") or algorithm.opd_coef > 0
     if teaches and dynamic_filter == "zero_variance":
         why = "opd_coef" if algorithm.opd_coef > 0 else algorithm.advantage
         yield (
-            f"rollout.dynamic_filter zero_variance with {why}: groups of equal rewards teach here too, and are "
-            "generated for nothing. Set it to none."
+            f"rollout.dynamic_filter zero_variance with {why}: groups of equal rewards also have a training signal "
+            "here, and would be generated in vain. Set it to none."
         )
 
 
@@ -191,8 +190,8 @@ def _never_binds(algorithm: AlgorithmConfig, steps: int, value_clip: float | Non
         )
     if value_clip is not None and value_clip != CriticConfig().value_clip:
         yield (
-            f"critic.value_clip {value_clip:g} never binds: with train.optimizer_steps_per_rollout 1 a value is the "
-            "one before the update at its only use. Take more steps, or leave it alone."
+            f"critic.value_clip {value_clip:g} never binds: with train.optimizer_steps_per_rollout 1 a value is used "
+            "only once, before it changes. Take more steps, or remove it."
         )
 
 
@@ -211,7 +210,7 @@ def _unused_fields(
             "model.reference_path has no effect with algorithm.kl_coef 0: no reference policy is loaded. Set kl_coef."
         )
     if correction.token_cap != plain.correction.token_cap and correction.kept_weight != "token":
-        yield "algorithm.correction.token_cap has no effect: it bounds what kept tokens weigh with kept_weight token."
+        yield "algorithm.correction.token_cap has no effect: it bounds weights with kept_weight token only."
     if correction.old_weight != 0 and correction.max_age is None:
         yield "algorithm.correction.old_weight has no effect without max_age: no token is too old."
     if train.replay_max_age is not None and train.replay != "r3":
@@ -225,8 +224,8 @@ def _rewards_of_others(reward: RewardConfig, function: str) -> Iterator[str]:
     for name, on in shaped:
         if on and function != "single_turn":
             yield (
-                f"reward.{name} has no effect on rewards that rollout.function {function} sets itself: "
-                "it shapes what the section reward gives."
+                f"reward.{name} has no effect on rewards that rollout.function {function} sets itself: it applies to "
+                "rewards of the section reward."
             )
 
 
@@ -259,19 +258,19 @@ def _weights(weights: WeightsConfig, engine_urls: list[str]) -> Iterator[str]:
         if getattr(weights, name) != WeightsConfig.model_fields[name].default:
             yield (
                 f"weights.{name} has no effect: weights.transport is {weights.transport}, and only {owner_of(name)} "
-                "looks at it."
+                "uses it."
             )
     if traits.sends_changes and weights.loader == "model":
         yield (
-            f"weights.transport {weights.transport} with weights.loader model: engines find what changed by the copies "
-            "that they recorded, so all of every bucket will be sent. Leave weights.loader alone, or set "
-            f"weights.transport {weights.delta_over}."
+            f"weights.transport {weights.transport} with weights.loader model: engines need recorded copies to apply "
+            "changes, so every bucket will be sent completely. Remove weights.loader, or set weights.transport "
+            f"{weights.delta_over}."
         )
     if traits.needs_plugin and engine_urls:
         yield (
             f"weights.transport {weights.transport} with sglang.urls: a server that was started without mslime's "
-            f"plug-in (mslime/engine_plugin/path_entry on its PYTHONPATH) is refused when the run meets it. "
-            f"Set weights.transport {FALLBACK}."
+            "plug-in (mslime/engine_plugin/path_entry on its PYTHONPATH) is rejected when the run connects to it. Set "
+            f"weights.transport {FALLBACK}."
         )
 
 
@@ -279,6 +278,6 @@ def _kept_engines(cluster: ClusterConfig, *, several: bool) -> Iterator[str]:
     if "restarts" in cluster.model_fields_set and cluster.restarts and (cluster.colocated or several):
         why = "engines share the trainer's GPUs" if cluster.colocated else "several adapters are trained"
         yield (
-            f"cluster.restarts {cluster.restarts} has no effect: {why}, and no engines are kept when a trainer rank is "
-            "lost. scripts/train_again.sh starts the whole run again."
+            f"cluster.restarts {cluster.restarts} has no effect: {why}, so engines do not survive the loss of a "
+            "trainer rank. scripts/train_again.sh starts the whole run again."
         )

@@ -18,7 +18,7 @@ class WeightsConfig(Section):
     """Weight sync from the trainer to the engines: transport, buckets, checks."""
 
     bucket_mib: float = Field(
-        default=512, gt=0, description="Size of a bucket of the weight sync; two are held at once."
+        default=512, gt=0, description="Size of a bucket of the weight sync, in MiB; two are held at once."
     )
     senders: int = Field(
         default=8,
@@ -41,8 +41,8 @@ class WeightsConfig(Section):
     )
     loader: Literal["recorded", "model"] = Field(
         default="recorded",
-        description="How launched engines load a bucket. recorded: by the copies that the model's loader made the "
-        "first time. model: by that loader each time.",
+        description="How launched engines load a bucket. recorded: repeat the copies that the model's loader made the "
+        "first time. model: run that loader each time.",
     )
     transport: str = Field(
         default=AUTO,
@@ -120,9 +120,9 @@ def check_weights(
         refuse_first("weights", [
             (traits_of(weights.carrier_of(transport)).joins_engines,
              "delta_over" if traits.sends_changes else "transport", weights.carrier,
-             "trainer rank and engine would be two members of one process group on one GPU, which NCCL refuses", own),
+             "needs a process group of trainer and engine, and NCCL does not allow two of its ranks on one GPU", own),
             (traits.keeps_gpu_bucket, "transport", weights.transport,
-             "a sender keeps a bucket registered on its GPU between syncs, where engines need all of it", own),
+             "a sender keeps a bucket registered on its GPU between syncs, but engines need all GPU memory then", own),
         ])  # fmt: skip
     one_machine = cluster.device == "cpu" or count_gpus(wanted) <= cluster.gpus_per_node
     others = "disk or delta" if cluster.colocated else "broadcast, or disk or delta"
@@ -137,28 +137,28 @@ def check_weights(
 
 
 def _on_engines_gpus(transport: str, engine: SGLangConfig, cluster: ClusterConfig, ranks: int) -> Iterator[Rule]:
-    """Whatever keeps a rank of the trainer from sending weights to the engine's rank on its own GPU."""
+    """Settings with which trainer ranks cannot send weights to the engine's rank on the same GPU."""
     here = ("weights.transport", transport)
     yield (
-        not cluster.colocated, *here, "a trainer rank hands weights to the engine on its own GPU, and engines have "
-        "others here (cluster.placement: separate)", "set auto, broadcast or relay, or cluster.placement: colocated",
+        not cluster.colocated, *here, "trainer ranks pass weights to the engine on the same GPU, but engines have "
+        "their own GPUs (cluster.placement: separate)", "set auto, broadcast or relay, or cluster.placement: colocated",
     )  # fmt: skip
     yield (
-        cluster.device == "cpu", *here, "it hands out handles of a GPU's memory (cluster.device: cpu)",
+        cluster.device == "cpu", *here, "it needs GPU memory, and cluster.device is cpu",
         "set shm or disk",
     )  # fmt: skip
     yield (
-        engine.urls, *here, f"engines are attached to ({next(iter(engine.urls), '')}), and not on the trainer's GPUs",
+        engine.urls, *here, f"attached engines ({next(iter(engine.urls), '')}) are not on the trainer's GPUs",
         "remove sglang.urls, or set auto with cluster.placement: separate",
     )  # fmt: skip
     yield (
         engine.drafts, *here,
-        "an engine with a draft model (sglang.speculative_algorithm) opens the handle on its GPU twice",
+        "an engine with a draft model (sglang.speculative_algorithm) would open the handle on its GPU twice",
         f"remove the draft model, or set handles or shm on one machine, or {SHARED_DIRECTORY}",
     )  # fmt: skip
     yield (
         engine.gpus != ranks, "sglang.num_engines", engine.num_engines,
         f"with weights.transport: {transport} every trainer rank needs an engine's rank on its GPU, and "
-        f"{engine.num_engines} engines of {engine.tp_size} (sglang.tp_size) are {engine.gpus} of {ranks}",
-        f"let num_engines x tp_size be {ranks}, or set handles or shm on one machine, or {SHARED_DIRECTORY}",
+        f"{engine.num_engines} engines of {engine.tp_size} GPUs (sglang.tp_size) cover {engine.gpus} of {ranks}",
+        f"set num_engines x tp_size to {ranks}, or set handles or shm on one machine, or {SHARED_DIRECTORY}",
     )  # fmt: skip

@@ -134,15 +134,15 @@ def encoded_weights(checkpoint: HFCheckpoint, hf_config: Mapping[str, object]) -
 def _not_sent(checkpoint: HFCheckpoint, method: str, sent: str) -> CheckpointError:
     return CheckpointError(
         f"{checkpoint.directory}: quantization_config", method,
-        f"engines that hold quantised weights are sent {sent}, and nothing else",
+        f"syncs to quantised engines support only {sent}",
         f"write a plain copy with `mslime convert bf16 {checkpoint.directory} OUT` and train from it, or "
         "`mslime convert fp8` or `int4` of that copy",
     )  # fmt: skip
 
 
 def expected_weights(table: RuleTable, hf_config: Mapping[str, object]) -> Encoded | None:
-    """Prediction of `encoded_weights` from config.json alone: the linear layers of decoder layers, without those that
-    it names as plain.
+    """Prediction of `encoded_weights` from config.json alone: the linear layers of decoder layers, except layers
+    that it declares plain.
 
     None if they are plain, or stored in a format that syncs do not write.
     """
@@ -161,7 +161,7 @@ def expected_weights(table: RuleTable, hf_config: Mapping[str, object]) -> Encod
 
 
 def is_linear(name: str, include: str = PROJECTIONS) -> bool:
-    """Whether a weight is of a linear layer that may be quantised; `include`: pattern of weights to quantise."""
+    """Whether a weight belongs to a linear layer that may be quantised; `include`: pattern of weights to quantise."""
     return bool(re.search(include, name)) and not re.search(NEVER, name)
 
 

@@ -127,7 +127,7 @@ class HFCheckpoint:
             self.stored = read_header(directory / SINGLE_NAME)
         else:
             raise CheckpointError(
-                str(directory), None, f"a checkpoint holds {SINGLE_NAME} or {INDEX_NAME}",
+                str(directory), None, f"has neither {SINGLE_NAME} nor {INDEX_NAME}",
                 "point model.path at a Hugging Face checkpoint with safetensors weights",
             )  # fmt: skip
         self.quantisation: str | None = None
@@ -160,17 +160,19 @@ class HFCheckpoint:
         if not same:
             raise CheckpointError(
                 f"{self.directory / head.file}: {TIED[0]}", None,
-                f"config.json has tie_word_embeddings: true, and this tensor is not equal to {TIED[1]}; transformers "
-                "uses both, mslime would drop it",
+                f"config.json has tie_word_embeddings: true, but this tensor differs from {TIED[1]}; transformers uses "
+                "both, and mslime would drop it",
                 "set tie_word_embeddings to false in config.json, or delete the tensor",
             )  # fmt: skip
 
     def _read_indexed(self, index: Path) -> dict[str, TensorInfo]:
-        with reading(CheckpointError, str(index), "the index is JSON with a weight_map from names to files", RESTORE):
+        with reading(
+            CheckpointError, str(index), "the index is not JSON with a weight_map from names to files", RESTORE
+        ):
             weight_map = cast("dict[str, str]", dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"]))
             for file in weight_map.values():
                 if Path(file).name != file or file in ("", ".", ".."):
-                    raise CheckpointError(str(index), file, "files of an index lie in its own directory", RESTORE)
+                    raise CheckpointError(str(index), file, "files of an index must be in its own directory", RESTORE)
         found: dict[str, TensorInfo] = {}
         headers: dict[str, dict[str, TensorInfo]] = {}
         for name, file in weight_map.items():
@@ -192,7 +194,7 @@ class HFCheckpoint:
         """Elements `first` to `first + count` of a stored tensor, [count].
 
         Raises:
-            CheckpointError: the file has become shorter than its header says.
+            CheckpointError: the file is shorter than its header requires.
         """
         import torch
 
@@ -323,7 +325,7 @@ class ShardWriter:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 str(self._directory / file), str(error), "the checkpoint shard could not be written",
-                "free disk space or choose another output directory; what was there before is untouched",
+                "free disk space or choose another output directory; existing files are untouched",
             ) from error  # fmt: skip
         self._weight_map.update(dict.fromkeys(self._pending, file))
         self._total_bytes += self._pending_bytes

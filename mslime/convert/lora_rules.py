@@ -274,7 +274,7 @@ def make_adapters(table: RuleTable, lora: LoraConfig) -> Adapters:
             rules.append(_adapter(replace(rule, layers=layers), parts, lora))
     if not rules:
         raise ConfigError(
-            "lora.targets", list(lora.targets), "the model has none of these layers", "add attention, or leave it out"
+            "lora.targets", list(lora.targets), "the model has none of these layers", "add attention, or remove it"
         )
     return Adapters(lora, tuple(rules), tuple(modules))
 
@@ -285,21 +285,21 @@ def _named_by(target: str, modules: Mapping[str, Rule], stacked: bool) -> set[st
     if target in LORA_GROUPS:
         if target == "experts" and stacked:
             raise ConfigError(
-                "lora.targets", target, "this model's checkpoints hold all experts of a layer in one tensor, for which "
-                "peft's format has no adapter of single experts", "leave experts out of lora.targets",
+                "lora.targets", target, "this model's checkpoints hold all experts of a layer in one tensor, and "
+                "peft's format does not support adapters on parts of a tensor", "remove experts from lora.targets",
             )  # fmt: skip
         return {name for name in built if _group(modules[name]) == target}
     found = {name for name in modules if name == target or name.endswith(f".{target}") or fnmatchcase(name, target)}
     if not found:
         ends = sorted({_end(name) for name in built})
         raise ConfigError(
-            "lora.targets", target, "no linear layer of the model is called that",
-            nearest(target, ends) or f"use {', '.join(LORA_GROUPS)}, or of this model {', '.join(ends)}",
+            "lora.targets", target, "no linear layer of the model has this name",
+            nearest(target, ends) or f"use {', '.join(LORA_GROUPS)}, or of this model: {', '.join(ends)}",
         )  # fmt: skip
     if wrong := sorted(found - built):
         raise ConfigError(
-            "lora.targets", target, f"{wrong[0]} gets no adapter: embeddings, the output layer, routers and delta-net "
-            "layers stay as they are", f"use {', '.join(LORA_GROUPS)}",
+            "lora.targets", target, f"{wrong[0]} cannot have an adapter: embeddings, the output layer, routers and "
+            "delta-net layers are not supported", f"use {', '.join(LORA_GROUPS)}",
         )  # fmt: skip
     return found
 
@@ -337,8 +337,9 @@ def _chosen_parts(rule: Rule, chosen: set[str]) -> dict[tuple[int, ...], tuple[i
         parts = tuple(i for i, name in enumerate(bound.hf_names) if _module(name) in chosen and not bound.stack)
         if found.setdefault(bound.layer, parts) != parts:
             raise ConfigError(
-                "lora.targets", _module(bound.hf_names[0]), "experts of one layer all have an adapter, or none has",
-                "write * for the number of the expert",
+                "lora.targets", _module(bound.hf_names[0]), "either all experts of a layer must have an adapter, or "
+                "none",
+                "write * for the expert's number",
             )  # fmt: skip
     by_parts: dict[tuple[int, ...], tuple[int, ...]] = {}
     for layer, parts in found.items():
@@ -409,15 +410,15 @@ def check_served(adapters: Adapters, family: Family) -> None:
     """
     if not family.support.served_adapters:
         raise ConfigError(
-            "lora.sync", "adapter", f"engines were never run with adapters of {family.architecture}", _MERGED
+            "lora.sync", "adapter", f"engines are not tested with adapters of {family.architecture}", _MERGED
         )
     beside = defaultdict[str, set[str]](set)
     for name in adapters.adapted:
         layer, _, end = name.rpartition(".")
         if end not in _SERVED:
             raise ConfigError(
-                "lora.sync", "adapter", f"engines were never run with an adapter on {name}",
-                f"{_MERGED}, or leave it out of lora.targets",
+                "lora.sync", "adapter", f"engines are not tested with an adapter on {name}",
+                f"{_MERGED}, or remove it from lora.targets",
             )  # fmt: skip
         beside[layer].add(end)
     for layer, ends in beside.items():
@@ -425,6 +426,6 @@ def check_served(adapters: Adapters, family: Family) -> None:
             if end in ends and other not in ends:
                 raise ConfigError(
                     "lora.targets", list(adapters.lora.targets),
-                    f"{layer}: SGLang serves no adapter on {end} without one on {other} (lora.sync: adapter)",
+                    f"{layer}: SGLang does not support an adapter on {end} without one on {other} (lora.sync: adapter)",
                     f"add {other}, or {_MERGED}",
                 )  # fmt: skip

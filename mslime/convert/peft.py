@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 _EXPERTS = ".experts."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _REFUSED = {
-    "use_dora": "DoRA has magnitudes beside A and B",
-    "rank_pattern": "every adapter has one rank here",
-    "alpha_pattern": "every adapter has one alpha here",
-    "modules_to_save": "it holds whole modules beside A and B",
-    "target_parameters": "it is of experts that are one tensor",
-    "fan_in_fan_out": "weights are [out, in] here",
-    "layer_replication": "layers are repeated in it",
-    "lora_bias": "B has a bias in it",
+    "use_dora": "DoRA is not supported",
+    "rank_pattern": "different ranks are not supported",
+    "alpha_pattern": "different alphas are not supported",
+    "modules_to_save": "whole modules beside A and B are not supported",
+    "target_parameters": "adapters on a tensor of all experts are not supported",
+    "fan_in_fan_out": "weights must be [out, in]",
+    "layer_replication": "repeated layers are not supported",
+    "lora_bias": "a bias in B is not supported",
 }
 """Settings with which a file is more than A and B of linear layers."""
 
@@ -72,7 +72,10 @@ class AdapterFile:
         path = directory / CONFIG
         if not path.is_file():
             raise CheckpointError(
-                str(directory), None, f"an adapter in peft's format has {CONFIG}", "name the directory that holds it"
+                str(directory),
+                None,
+                f"has no {CONFIG}, which is part of peft's format",
+                "name the directory that contains it",
             )
         with reading(CheckpointError, str(path), "must be a JSON object", RESTORE):
             given: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -80,14 +83,16 @@ class AdapterFile:
         if str(given.get("peft_type")).upper() != "LORA" or not isinstance(rank, int) or rank < 1:
             raise CheckpointError(
                 str(path), {"peft_type": given.get("peft_type"), "r": rank}, "must be LORA with a rank",
-                "use an adapter that LoRA trained",
+                "use a LoRA adapter",
             )  # fmt: skip
         for name, why in _REFUSED.items():
             if given.get(name):
                 raise CheckpointError(f"{path}: {name}", given[name], why, "use a plain LoRA adapter")
         if given.get("bias", "none") != "none":
-            raise CheckpointError(f"{path}: bias", given["bias"], "biases are frozen here", "train it with bias: none")
-        with reading(CheckpointError, str(path), "its numbers must be those of a LoRA adapter", RESTORE):
+            raise CheckpointError(
+                f"{path}: bias", given["bias"], "trained biases are not supported", "train it with bias: none"
+            )
+        with reading(CheckpointError, str(path), "its numbers are not valid for a LoRA adapter", RESTORE):
             lora = LoraConfig(rank=rank, alpha=cast("float", alpha), rs_lora=bool(given.get("use_rslora")))
         info = read_header(directory / WEIGHTS)
         stacked = next((name for name, each in info.items() if len(each.shape) > 2), None)
@@ -96,14 +101,14 @@ class AdapterFile:
         elif stacked is not None:
             raise CheckpointError(
                 f"{directory / WEIGHTS}: {stacked}", list(info[stacked].shape), "all experts of a layer are in one "
-                "tensor, as engines are given them", "use what the run exported, or mslime convert run",
+                "tensor, which is the format for engines", "use the run's exported adapter, or mslime convert run",
             )  # fmt: skip
         file = cls(directory, lora, info)
         for name, shape in file.shapes.items():
             if len(shape) > 3 or (len(shape) == 3 and (shape[0] not in (1, file.experts) or _EXPERTS not in name)):
                 raise CheckpointError(
                     f"{directory / WEIGHTS}: {name}", list(shape), f"must be [1, ...] or [{file.experts}, ...], "
-                    "the factors of all experts of a layer", "use what the run exported, or mslime convert run",
+                    "the factors of all experts of a layer", "use the run's exported adapter, or mslime convert run",
                 )  # fmt: skip
         return file
 
@@ -135,13 +140,13 @@ class AdapterFile:
         Raises:
             CheckpointError: another rank or scale, or tensors that are missing, misshapen or unexpected.
         """
-        mine, asked = self.lora, adapters.lora
+        own, run = self.lora, adapters.lora
         of_experts = ("experts",) if any(_EXPERTS in name for name in self.info) else ()
         for name in ("rank", "alpha", "rs_lora", *of_experts):
-            if getattr(mine, name) != getattr(asked, name):
+            if getattr(own, name) != getattr(run, name):
                 raise CheckpointError(
-                    f"{self.directory / CONFIG}: {name}", getattr(mine, name),
-                    f"lora.{name} is {getattr(asked, name)}", f"set lora.{name} to what the adapter has",
+                    f"{self.directory / CONFIG}: {name}", getattr(own, name),
+                    f"lora.{name} is {getattr(run, name)}", f"set lora.{name} to the adapter's value",
                 )  # fmt: skip
         table = adapters.as_files.table
         wanted = table.hf_shapes()
@@ -149,8 +154,8 @@ class AdapterFile:
             here = odd[0] in self.info
             raise CheckpointError(
                 f"{self.directory / WEIGHTS}: {odd[0]}", "in the file" if here else "not in the file",
-                f"lora.targets {'does not name' if here else 'names'} its layer",
-                "let lora.targets name the layers of the adapter",
+                f"lora.targets {'excludes' if here else 'includes'} its layer",
+                "set lora.targets to the layers of the adapter",
             )  # fmt: skip
         table.check_hf(self.shapes, str(self.directory / WEIGHTS))
 
@@ -174,8 +179,8 @@ class AdapterFile:
             if lost := int((~tensor.isfinite()).sum()):
                 raise CheckpointError(
                     f"{self.directory / WEIGHTS}: {name}", f"{lost:,} of {tensor.numel():,} values",
-                    "are NaN or infinite, so nothing can be computed with this adapter",
-                    "take the file from its source again",
+                    "are NaN or infinite, so the adapter is unusable",
+                    "get the file from its source again",
                 )  # fmt: skip
             return tensor
 

@@ -107,7 +107,7 @@ class Int4(Scheme):
         columns = int(shape[...][1])
         if columns != rows.shape[1] * 8:
             raise CheckpointError(
-                "weight_shape", columns, f"the packed tensor holds {rows.shape[1] * 8} columns", RESTORE
+                "weight_shape", columns, f"the packed tensor has {rows.shape[1] * 8} columns", RESTORE
             )
         group = self.group or columns
         return int4_dequantise(rows, scale[top:bottom], group, dtype)[:, left:right].contiguous()
@@ -197,7 +197,7 @@ class Quantisation:
             if shape is None or (isinstance(scheme, Fp8) and stored[names[1]][0] not in _SCALES):
                 raise CheckpointError(
                     f"{where}: {names[1]}", stored[names[1]],
-                    f"it does not fit {name} {stored[name]} under {self.method}",
+                    f"does not match {name} {stored[name]} with {self.method}",
                     "use the config.json that belongs to these weights",
                 )  # fmt: skip
             found[scheme.weight_name(base)] = JoinedWeight(scheme, names, shape)
@@ -208,7 +208,7 @@ def refuse_plain_fp8(name: str, dtype: str, where: str) -> None:
     """Raise CheckpointError for FP8 numbers without a scale: they are meaningless."""
     if dtype.startswith(("F8_E4", "F8_E5")):
         raise CheckpointError(
-            f"{where}: {name}", dtype, "an FP8 tensor needs a quantization_config with the place of its scale",
+            f"{where}: {name}", dtype, "an FP8 tensor needs a quantization_config that locates its scale",
             "use the config.json that belongs to these weights",
         )  # fmt: skip
 
@@ -232,7 +232,7 @@ def check_quantisation(hf_config: Mapping[str, object]) -> Quantisation | None:
         "mxfp4": lambda _: Quantisation("MXFP4", (Mxfp4(),)),
     }
     if method not in readers:
-        raise _refused("quant_method", method, f"mslime dequantises {', '.join(readers)}")
+        raise _refused("quant_method", method, f"supported are {', '.join(readers)}")
     return readers[method](section)
 
 
@@ -288,12 +288,14 @@ def _section(config: Mapping[str, object]) -> Mapping[str, object] | None:
 
 def _fp8(section: Mapping[str, object]) -> Quantisation:
     if section.get("fmt") not in (None, "e4m3", "float8_e4m3fn"):
-        raise _refused("fmt", section["fmt"], "mslime dequantises e4m3")
+        raise _refused("fmt", section["fmt"], "only e4m3 is supported")
     if section.get("activation_scheme") not in (None, "dynamic"):
-        raise _refused("activation_scheme", section["activation_scheme"], "mslime reads dynamic activation scales")
+        raise _refused(
+            "activation_scheme", section["activation_scheme"], "only dynamic activation scales are supported"
+        )
     size = section.get("weight_block_size")
     if size is None:
-        raise _refused("weight_block_size", None, "FP8 weights have a scale per block")
+        raise _refused("weight_block_size", None, "FP8 weights need a scale per block")
     return Quantisation(f"FP8, blocks of {size}", (Fp8(_block(size)),))
 
 
@@ -302,24 +304,24 @@ def _block(size: object) -> tuple[int, int]:
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             return rows, columns
         case _:
-            raise _refused("weight_block_size", size, "two positive integers")
+            raise _refused("weight_block_size", size, "must be two positive integers")
 
 
 def _compressed_tensors(section: Mapping[str, object]) -> Quantisation:
     given = section.get("config_groups")
     groups = cast("dict[str, dict[str, object]]", given) if isinstance(given, dict) else {}
     if not groups:
-        raise _refused("config_groups", groups, "at least one group")
+        raise _refused("config_groups", groups, "must have at least one group")
     found: list[tuple[str, Scheme]] = []
     for group in groups.values():
         weights = group.get("weights")
         if not isinstance(weights, dict):
-            raise _refused("config_groups.weights", weights, "how weights are quantised")
+            raise _refused("config_groups.weights", weights, "must describe the quantisation of weights")
         scheme = _compressed_weights(cast("dict[str, object]", weights))
         if scheme not in found:
             found.append(scheme)
     if len(found) > 1:
-        raise _refused("config_groups", [name for name, _ in found], "mslime reads one way in a checkpoint")
+        raise _refused("config_groups", [name for name, _ in found], "only one format per checkpoint is supported")
     return Quantisation(f"{found[0][0]} (compressed-tensors)", (found[0][1],))
 
 
@@ -327,9 +329,9 @@ def _compressed_weights(weights: Mapping[str, object]) -> tuple[str, Scheme]:
     kind = (weights.get("type"), weights.get("num_bits"))
     strategy = weights.get("strategy")
     if not weights.get("symmetric", True):
-        raise _refused("config_groups.weights.symmetric", False, "mslime reads symmetric weights")
+        raise _refused("config_groups.weights.symmetric", False, "only symmetric weights are supported")
     if weights.get("actorder") not in (None, "weight", "static"):
-        raise _refused("config_groups.weights.actorder", weights["actorder"], "inputs in their own order")
+        raise _refused("config_groups.weights.actorder", weights["actorder"], "reordered inputs are not supported")
     names = ("weight", "weight_scale")
     if kind == ("float", 8) and strategy == "block":
         return f"FP8, blocks of {weights.get('block_structure')}", Fp8(_block(weights.get("block_structure")), names)
@@ -342,13 +344,13 @@ def _compressed_weights(weights: Mapping[str, object]) -> tuple[str, Scheme]:
         return "INT4, a scale per row", Int4(None)
     raise _refused(
         "config_groups.weights", {"type": kind[0], "num_bits": kind[1], "strategy": strategy},
-        "mslime reads float 8 (block, channel, tensor) and int 4 (group, channel)",
+        "supported are float 8 (block, channel, tensor) and int 4 (group, channel)",
     )  # fmt: skip
 
 
 def _refused(field: str, value: object, rule: str) -> CheckpointError:
     return CheckpointError(
-        f"config.json: quantization_config.{field}", value, rule, "use the checkpoint that was not quantised this way"
+        f"config.json: quantization_config.{field}", value, rule, "use a checkpoint that is not quantised this way"
     )
 
 

@@ -104,13 +104,13 @@ class OutputFile:
         if kind is not None:
             self._temporary.unlink(missing_ok=True)
 
-    def write(self, data: bytes | memoryview, what: str = "header") -> int:
+    def write(self, data: bytes | memoryview, name: str = "header") -> int:
         """Append bytes, which must not change until the file is complete; returns how many.
 
         Raises:
             CheckpointError: the file system refused, naming the file and the approximate position.
         """
-        self._latest = what
+        self._latest = name
         self._gathered.append(data)
         self._gathered_bytes += len(data)
         if self._gathered_bytes >= _GATHERED_BYTES or len(self._gathered) == _GATHERED_PIECES:
@@ -209,10 +209,10 @@ def verify(directory: Path, written: WrittenFile, advance: Advance, hint: str = 
                 raise CheckpointError(f"{path}: file", f"{size} bytes", f"{written.size} bytes were written", hint)
             for name, span in sorted(written.spans.items(), key=lambda item: item[1].start):
                 if _crc_of(file.fileno(), span, advance) != span.crc:
-                    rule = "the bytes on disk must equal the written ones"
-                    raise CheckpointError(f"{path}: {name}", "another checksum", rule, hint)
+                    rule = "the bytes on disk differ from the written bytes"
+                    raise CheckpointError(f"{path}: {name}", "different checksum", rule, hint)
     except OSError as error:
-        raise CheckpointError(f"{path}: file", error.strerror, "must be readable", hint) from error
+        raise CheckpointError(f"{path}: file", error.strerror, "cannot be read", hint) from error
 
 
 def _crc_of(descriptor: int, span: ByteRange, advance: Advance) -> int:
@@ -396,8 +396,8 @@ def _template(dtype: str, shape: Shape, size: int) -> _Template:
 class _Appending(io.RawIOBase):
     """Unseekable file that appends at the present end, which makes zipfile write sequentially."""
 
-    def __init__(self, file: OutputFile, what: str) -> None:
-        self._target, self._what, self._start = file, what, file.at
+    def __init__(self, file: OutputFile, name: str) -> None:
+        self._target, self._name, self._start = file, name, file.at
 
     def tell(self) -> int:
         return self._target.at - self._start
@@ -409,7 +409,7 @@ class _Appending(io.RawIOBase):
         raise io.UnsupportedOperation("seek")
 
     def write(self, data: Any) -> int:
-        return self._target.write(data, self._what)
+        return self._target.write(data, self._name)
 
 
 @lru_cache(maxsize=256)
@@ -494,10 +494,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     Raises:
         CheckpointError: the file is missing, truncated or not safetensors, or its header contradicts itself.
     """
-    with reading(CheckpointError, str(path), "the file's header is not safetensors", RESTORE):
+    with reading(CheckpointError, str(path), "the file's header is not in safetensors format", RESTORE):
         length, size, header = _load(path)
         metadata = header.pop("__metadata__", None)
-        assert metadata is None or isinstance(metadata, dict), "__metadata__ is no object"
+        assert metadata is None or isinstance(metadata, dict), "__metadata__ is not an object"
         found = {name: _tensor(path, name, entry, length) for name, entry in header.items()}
         _check_layout(path, {name: (info, *header[name]["data_offsets"]) for name, info in found.items()}, length, size)
         return found
@@ -514,13 +514,13 @@ def _load(path: Path) -> tuple[int, int, dict[str, Any]]:
             header = json.loads(file.read(length), object_pairs_hook=_once)
     except FileNotFoundError as error:
         raise CheckpointError(str(path), None, "the weight file is missing", RESTORE) from error
-    assert isinstance(header, dict), "it is no object"
+    assert isinstance(header, dict), "it is not an object"
     return length, size, cast("dict[str, Any]", header)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
-    assert len(set(names)) == len(names), "a name stands twice"
+    assert len(set(names)) == len(names), "a name appears twice"
     return dict(pairs)
 
 
@@ -528,7 +528,7 @@ def _tensor(path: Path, name: str, entry: Any, length: int) -> TensorInfo:
     """Info from one entry of the header, whose bytes must match its shape and dtype."""
     shape, dtype = entry["shape"], entry["dtype"]
     start, end = entry["data_offsets"]
-    assert all(type(n) is int and n >= 0 for n in [*shape, start, end]), f"{name}: shape or offsets are no sizes"
+    assert all(type(n) is int and n >= 0 for n in [*shape, start, end]), f"{name}: shape or offsets are not sizes"
     assert dtype in _HEADER_BITS, f"{name}: the dtype {dtype!r} is unknown"
     needed = math.prod(shape) * _HEADER_BITS[dtype]
     if (end - start) * 8 != needed:
@@ -552,6 +552,6 @@ def _check_layout(path: Path, spans: dict[str, tuple[TensorInfo, int, int]], len
         raise CheckpointError(
             f"{path}: {last}",
             f"{size} bytes",
-            f"the header promises {promised} bytes: the file is truncated or damaged",
+            f"the header requires {promised} bytes: the file is truncated or damaged",
             RESTORE,
         )

@@ -26,7 +26,7 @@ This page is written by `mslime models --markdown`; a test keeps it equal to the
   PP2 VPP2, and comes back to disk bit for bit in fp32 and bf16 (`tests/engines/test_families.py`).
 - **CPU engine**: after a weight sync from real Megatron ranks, a real SGLang server gives transformers' log-probs.
 - **Adapters**: a real SGLang server with an adapter beside the weights (`lora.sync: adapter`) gave the log-probs of
-  merged weights. Adapters merged into what is sent work with every family.
+  merged weights. Merged adapters (`lora.sync: merged`) work with every family.
 - Every family reads FP8 block-quantised checkpoints (`quantization_config`), dequantised while they are read.
 - Multi-token-prediction layers are converted, and carried through an export; training neither builds nor changes them.
 
@@ -46,8 +46,8 @@ def as_markdown() -> str:
         support = FAMILIES[name].support
         lines.append(" | ".join((f"`{name}`", *_row(support))))
         reasons = {"not trained": support.not_trained, "not served on CPU": support.not_served}
-        told = [*(f"{what}: {why}" for what, why in reasons.items() if why), *support.notes]
-        notes += [f"- `{name}`: {note.removesuffix('.')}." for note in told]
+        texts = [*(f"{name}: {why}" for name, why in reasons.items() if why), *support.notes]
+        notes += [f"- `{name}`: {note.removesuffix('.')}." for note in texts]
     table = "\n".join(f"| {line} |" for line in lines)
     return _INTRODUCTION + table + "\n\n## Notes\n\n" + "\n".join(notes) + "\n"
 

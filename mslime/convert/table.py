@@ -243,8 +243,8 @@ class RuleTable:
         absent = [name for name, bound in self.bound.items() if bound.exported and name not in names]
         if absent:
             raise CheckpointError(
-                "megatron parameter", absent[0], f"the model lacks {len(absent)} parameters that its rules name",
-                "the model was built from another config.json than the rules were",
+                "megatron parameter", absent[0], f"the model lacks {len(absent)} parameters of its rules",
+                "build the model and its rules from the same config.json",
             )  # fmt: skip
 
     def check_hf(self, shapes: Mapping[str, Shape], where: str) -> None:
@@ -268,13 +268,13 @@ class RuleTable:
                                       f"{nearest(name, shapes)} {hint}".lstrip())  # fmt: skip
             if tuple(shapes[name]) != shape:
                 raise CheckpointError(
-                    f"{where}: {name}", tuple(shapes[name]), f"config.json promises the shape {shape}",
+                    f"{where}: {name}", tuple(shapes[name]), f"config.json requires the shape {shape}",
                     "use the config.json that belongs to these weights",
                 )  # fmt: skip
         for name, original in self.aliases.items():
             if name in shapes and tuple(shapes[name]) != expected[original]:
                 raise CheckpointError(
-                    f"{where}: {name}", tuple(shapes[name]), f"it repeats {original}, of shape {expected[original]}",
+                    f"{where}: {name}", tuple(shapes[name]), f"must have the shape of {original}, {expected[original]}",
                     "use the config.json that belongs to these weights",
                 )  # fmt: skip
         known = expected.keys() | set(self.ignored) | self.aliases.keys()
@@ -282,7 +282,7 @@ class RuleTable:
             if name not in known and not name.endswith(".rotary_emb.inv_freq"):
                 raise CheckpointError(
                     f"{where}: {name}", tuple(shapes[name]), "no conversion rule reads this tensor",
-                    "the checkpoint and config.json have different architectures, or it carries an adapter",
+                    "use a config.json of the checkpoint's architecture, and a checkpoint without adapters",
                 )  # fmt: skip
 
     def check_layout(self, layout: ParallelLayout) -> None:
@@ -301,10 +301,10 @@ class RuleTable:
                 raise ConfigError(name, size, reason, f"set {name} to 1")
         for rule in self.rules:
             name, size = sizes["etp"] if rule.experts else ("megatron.tensor_model_parallel_size", layout.tp)
-            for what, number in rule.kind.shared_out(size).items():
+            for unit, number in rule.kind.shared_out(size).items():
                 if number % size:
                     raise ConfigError(
-                        name, size, f"must divide the model's {number} {what} ({rule.megatron})",
+                        name, size, f"must divide the model's {number} {unit} ({rule.megatron})",
                         f"choose a divisor of {number}",
                     )  # fmt: skip
             if rule.experts % layout.ep:

@@ -130,7 +130,7 @@ class DistCheckpoint:
         info = storage.get((key, _shape(chunk.offsets)))
         if info is None:
             raise CheckpointError(
-                f"{self.directory / METADATA}: {key}", _shape(chunk.offsets), "a chunk has no place on disk", _HINT
+                f"{self.directory / METADATA}: {key}", _shape(chunk.offsets), "a chunk has no location on disk", _HINT
             )
         return Chunk(_shape(chunk.offsets), _shape(chunk.sizes), info.relative_path, info.offset, info.length)
 
@@ -140,13 +140,13 @@ class DistCheckpoint:
             if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
                 raise CheckpointError(
                     f"{self.directory / METADATA}: {key}", [chunk.sizes for chunk in tensor.chunks][:4],
-                    f"the chunks must fill the shape {tensor.shape}", _HINT,
+                    f"the chunks do not fill the shape {tensor.shape}", _HINT,
                 )  # fmt: skip
             for chunk in tensor.chunks:
                 path = self.directory / chunk.file
                 if chunk.file not in self._sizes:
                     if Path(chunk.file).is_absolute() or ".." in Path(chunk.file).parts:
-                        raise ValueError(f"{key} would lie in {chunk.file!r}, outside of the checkpoint")
+                        raise ValueError(f"{key} is in {chunk.file!r}, outside of the checkpoint")
                     self._sizes[chunk.file] = path.stat().st_size if path.is_file() else -1
                 size = self._sizes[chunk.file]
                 if size < chunk.start + chunk.length:
@@ -186,12 +186,12 @@ class DistCheckpoint:
         except (zipfile.BadZipFile, pickle.UnpicklingError, *MALFORMED) as error:
             raise CheckpointError(
                 f"{path}: {key}", f"{type(error).__name__}: {error}",
-                f"bytes {chunk.start} to {chunk.start + chunk.length} must be a tensor that torch.save wrote", _HINT,
+                f"bytes {chunk.start} to {chunk.start + chunk.length} are not a tensor written by torch.save", _HINT,
             ) from error  # fmt: skip
         if read != whole.nbytes or stored.size != chunk.sizes or not stored.fits:
             raise CheckpointError(
                 f"{path}: {key}", f"{stored.size} in {stored.nbytes} bytes",
-                f"{METADATA} promises {chunk.sizes} of {self.tensors[key].dtype}", _HINT,
+                f"{METADATA} requires {chunk.sizes} of {self.tensors[key].dtype}", _HINT,
             )  # fmt: skip
         return whole.as_strided(stored.size, stored.stride, stored.offset)
 
@@ -231,8 +231,8 @@ class DistView:
 
         if any(o < 0 or o + n > whole for o, n, whole in zip(offsets, sizes, self.shape, strict=True)):
             raise CheckpointError(
-                f"{self.checkpoint.directory}: {self.key}", self.shape, f"must hold {sizes} at {offsets}",
-                "the checkpoint and config.json are of different models",
+                f"{self.checkpoint.directory}: {self.key}", self.shape, f"must contain {sizes} at {offsets}",
+                "use the config.json of the checkpoint's model",
             )  # fmt: skip
         touched = [
             (chunk, overlap)
@@ -295,13 +295,16 @@ def _check_backend(directory: Path) -> None:
         backend = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
     except FileNotFoundError as error:
         raise CheckpointError(
-            str(path), None, "a Megatron checkpoint holds this file; it is written last", "name a complete checkpoint"
+            str(path),
+            None,
+            "no such file; it is written last, so the checkpoint is incomplete",
+            "name a complete checkpoint",
         ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(str(path), str(error), "must be JSON with sharded_backend", _HINT) from error
+        raise CheckpointError(str(path), str(error), "is not JSON with sharded_backend", _HINT) from error
     if backend != "torch_dist":
         raise CheckpointError(
-            str(path), backend, "mslime reads Megatron checkpoints of the torch_dist format",
+            str(path), backend, "only Megatron checkpoints in torch_dist format are supported",
             "save it again with --ckpt-format torch_dist",
         )  # fmt: skip
 
@@ -323,14 +326,14 @@ class _MetadataUnpickler(pickle.Unpickler):
         found = super().find_class(module_name, global_name) if known else None
         own = isinstance(found, type) and found.__module__ == module_name
         if found is None or (module_name in _METADATA_MODULES and not own):
-            raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which is no part of the format")
+            raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which is not part of the format")
         return found
 
 
 def _enum_member(enum: Any, name: str) -> Any:
     """Result of a file's `getattr` call: some versions of Python (3.11.2) write a member of an enum as one."""
     if not (isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__):
-        raise pickle.UnpicklingError(f"it asks for {name!r} of {enum!r}, which is no member of an enum")
+        raise pickle.UnpicklingError(f"it asks for {name!r} of {enum!r}, which is not a member of an enum")
     return enum[name]
 
 
@@ -354,7 +357,7 @@ def load_metadata(path: Path) -> Any:
         assert metadata.storage_data is not None
     except FileNotFoundError as error:
         raise CheckpointError(
-            str(path), None, "the checkpoint has no metadata: it was not completed", "name a complete checkpoint"
+            str(path), None, "the checkpoint has no metadata: it is incomplete", "name a complete checkpoint"
         ) from error
     except (pickle.UnpicklingError, ImportError, *MALFORMED) as error:
         raise CheckpointError(str(path), f"{type(error).__name__}: {error}", _NO_METADATA, _HINT) from error

@@ -110,10 +110,10 @@ def _megatron(directory: Path) -> Summary:
 
 
 def _of_run(manifest: Manifest) -> list[tuple[str, str]]:
-    told = {name: value for name, value in manifest.extra.items() if isinstance(value, int | str | float)}
+    fields = {name: value for name, value in manifest.extra.items() if isinstance(value, int | str | float)}
     return [
         ("layout", f"{manifest.layout} on {manifest.world_size} ranks"),
-        *((name.replace("_", " "), str(value)) for name, value in told.items()),
+        *((name.replace("_", " "), str(value)) for name, value in fields.items()),
     ]
 
 
@@ -128,7 +128,7 @@ def _family(directory: Path) -> str:
         config = read_hf_config(directory)
         return get_family(config).architecture
     except CheckpointError as error:
-        return f"not known: {error.rule}"
+        return f"unknown: {error.rule}"
 
 
 def _fits(directory: Path, checkpoint: HFCheckpoint) -> str:

@@ -112,7 +112,7 @@ class Workers:
             process.join()
             raise CheckpointError(
                 f"worker process {process.pid}", f"exit code {process.exitcode}",
-                f"ended before its work did ({self._busy[pipe]!s:.100}); the system kills processes for their memory",
+                f"ended during its work ({self._busy[pipe]!s:.100}); the system may have killed it for its memory use",
                 "run the same command again, with fewer --workers: finished files are kept",
             ) from None  # fmt: skip
 
@@ -309,8 +309,8 @@ def run_job(
             publish(target)
         except OSError as error:
             raise CheckpointError(
-                str(error.filename or staging), error.strerror, "the last small files could not be written",
-                "mend that, then run the same command again: finished files are kept",
+                str(error.filename or staging), error.strerror, "the final small files could not be written",
+                "fix the cause, then run the same command again: finished files are kept",
             ) from error  # fmt: skip
     return ConversionResult(len(files), nbytes, kept)
 
@@ -433,7 +433,7 @@ def _check_space(staging: Path, nbytes: int) -> None:
     free = shutil.disk_usage(staging).free
     if free < nbytes * _HEADROOM:
         raise CheckpointError(
-            str(staging.parent), f"{free} bytes free", f"the conversion writes {nbytes} bytes more",
+            str(staging.parent), f"{free} bytes free", f"the conversion needs {nbytes} more bytes",
             "free space there, or choose an output directory on a larger disk",
         )  # fmt: skip
 
@@ -455,7 +455,7 @@ def read_checksums(directory: Path) -> dict[str, Checksums]:
         found = [_from_json(entry) for entry in json.loads(path.read_text(encoding="utf-8")).values()]
         return {written.file: written for written in found}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(str(path), str(error), "must be the JSON that a conversion wrote", "remove it") from error
+        raise CheckpointError(str(path), str(error), "is not a checksum file of a conversion", "remove it") from error
 
 
 def _source_sums(files: Sequence[Path]) -> dict[Path, Checksums]:
@@ -476,7 +476,7 @@ def _only_writer(staging: Path) -> Generator[None]:
     except BlockingIOError as error:
         os.close(descriptor)
         raise ConfigError(
-            "output directory", str(staging), "another conversion is writing it", "wait for it, or end it first"
+            "output directory", str(staging), "another conversion is writing it", "wait for it, or stop it first"
         ) from error
     try:
         yield

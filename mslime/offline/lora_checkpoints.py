@@ -80,7 +80,8 @@ def _checked(file: AdapterFile, checkpoint: HFCheckpoint) -> dict[str, str]:
         weight = f"{module.removeprefix(PREFIX)}.weight"
         if factor not in FACTORS or not module.startswith(PREFIX):
             raise CheckpointError(
-                f"{where}: {name}", list(shapes[name]), f"names end in {' or '.join(FACTORS)} and begin with {PREFIX}",
+                f"{where}: {name}", list(shapes[name]), f"a name must begin with {PREFIX} and end in "
+                f"{' or '.join(FACTORS)}",
                 "use an adapter in peft's format",
             )  # fmt: skip
         if weight not in checkpoint.info:
@@ -94,7 +95,7 @@ def _checked(file: AdapterFile, checkpoint: HFCheckpoint) -> dict[str, str]:
             beyond in checkpoint.info
         ):
             raise CheckpointError(
-                f"{where}: {found[weight]}", f"{file.experts} experts", f"the model has {beyond}, too",
+                f"{where}: {found[weight]}", f"{file.experts} experts", f"the model also has {beyond}",
                 "name the checkpoint that the adapter was trained on",
             )  # fmt: skip
     for weight, module in found.items():

@@ -162,7 +162,9 @@ class ToInt4(_Quantise):
         self, source: Path, *, group: int = 32, include: str = EXPERTS, max_shard_bytes: int = 5 << 30
     ) -> None:
         if group < 8 or group % 8:
-            raise ConfigError("--group", group, "a word holds eight values: a multiple of 8", "use 32 or 128")
+            raise ConfigError(
+                "--group", group, "must be a multiple of 8, because a word holds eight values", "use 32 or 128"
+            )
         self._group = group
         super().__init__(source, Int4Groups(group), include, max_shard_bytes)
 
@@ -172,7 +174,7 @@ class ToInt4(_Quantise):
         if self.chosen(name, checkpoint) and shape[1] % self._group:
             raise CheckpointError(
                 f"{self._source}: {name}", shape, f"inputs must be a multiple of the group size {self._group}",
-                "choose another --group, or leave this tensor out with --include",
+                "choose another --group, or exclude this tensor with --include",
             )  # fmt: skip
         return super().plan(name, checkpoint)
 

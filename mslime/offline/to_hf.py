@@ -84,7 +84,7 @@ class MegatronSource:
             padded = isinstance(rule.kind, Vocabulary) and stored[1:] == piece.shape[1:] and stored[0] > piece.shape[0]
             if stored != piece.shape and not padded:
                 raise CheckpointError(
-                    f"{self.checkpoint.directory}: {piece.key}", stored, f"config.json promises {piece.shape}",
+                    f"{self.checkpoint.directory}: {piece.key}", stored, f"config.json requires {piece.shape}",
                     "name the Hugging Face checkpoint of the model that was trained",
                 )  # fmt: skip
 

@@ -106,8 +106,8 @@ class ToMegatron(ConversionJob):
         found = {checkpoint.info[name].dtype for name in rule.hf_names}
         if wanted is None and len(found) > 1:
             raise CheckpointError(
-                f"{self._source}: {rule.hf_names[0]}", sorted(found), f"{len(rule.hf_names)} tensors of one dtype are "
-                f"fused into {rule.name}", "choose the dtype with --dtype",
+                f"{self._source}: {rule.hf_names[0]}", sorted(found), f"{len(rule.hf_names)} tensors with different "
+                f"dtypes would be fused into {rule.name}", "choose the dtype with --dtype",
             )  # fmt: skip
         return wanted or TORCH_DTYPES[found.pop()]
 
@@ -155,7 +155,7 @@ def _check_aliases(checkpoint: HFCheckpoint, aliases: Mapping[str, str]) -> None
             if not torch.equal(copy[row : row + _ROWS], kept[row : row + _ROWS]):
                 raise CheckpointError(
                     f"{checkpoint.directory}: {name}", f"other values from row {row} on",
-                    f"must repeat {original}: engines share the two", "use a checkpoint in which they are equal",
+                    f"must equal {original}: engines share the two", "use a checkpoint with equal tensors",
                 )  # fmt: skip
 
 

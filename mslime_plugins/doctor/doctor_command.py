@@ -24,22 +24,22 @@ from mslime_plugins.doctor.speeds import check_collectives, check_speed
 from mslime_plugins.doctor.step import check_step
 
 CHECKS = (
-    HostCheck("driver", "NVIDIA driver, and the CUDA that torch was built for", check_driver),
-    HostCheck("gpus", "models, memory, ECC errors, MIG, who else is on them", check_gpus),
-    HostCheck("clocks", "persistence mode, power limit, heat, clocks that are held down", check_clocks),
+    HostCheck("driver", "NVIDIA driver, and the CUDA version of torch", check_driver),
+    HostCheck("gpus", "models, memory, ECC errors, MIG, other processes", check_gpus),
+    HostCheck("clocks", "persistence mode, power limit, heat, reduced clocks", check_clocks),
     HostCheck("links", "NVLinks and PCIe lanes", check_links),
     HostCheck("infiniband", "RDMA devices, their rates, nvidia_peermem", check_infiniband),
-    HostCheck("nccl", "variables that NCCL and gloo follow, against the interfaces", check_nccl),
-    HostCheck("address", "where the machine's name leads to", check_address),
+    HostCheck("nccl", "variables of NCCL and gloo, against the interfaces", check_nccl),
+    HostCheck("address", "address of the machine's name", check_address),
     HostCheck("loopback", "HTTP to this machine, proxies, ports", check_loopback),
     HostCheck("host", "memory and cores", check_host),
     HostCheck("shared_memory", "size of /dev/shm", check_shared_memory),
     HostCheck("limits", "open files, processes, locked memory", check_limits),
-    HostCheck("disk", "space and speed where checkpoints go", check_disk),
-    HostCheck("clock", "whether the clock is kept in step", check_clock),
+    HostCheck("disk", "space and speed of the checkpoints' disk", check_disk),
+    HostCheck("clock", "whether the clock is synchronised", check_clock),
     HostCheck("packages", "versions against the pins, imports", check_packages),
     HostCheck("kernels", "mslime's and Transformer Engine's kernels against plain torch", check_kernels),
-    HostCheck("speed", "matrix products and memory against what the GPU is sold for", check_speed),
+    HostCheck("speed", "matrix products and memory against the GPU's specification", check_speed),
     HostCheck("collectives", "all-reduce and all-to-all against the links", check_collectives),
     HostCheck("step", "a trainer and an engine, two steps, their mismatch", check_step, full=True),
 )
@@ -85,10 +85,10 @@ def run_doctor(
     chosen = choose(only, skip, options.full)
     gpus, blind = see_gpus()
     node = Node(options, gpus, blind, dict(os.environ))
-    console, told = Console(), Console(stderr=True, quiet=not sys.stderr.isatty())
+    console, progress = Console(), Console(stderr=True, quiet=not sys.stderr.isatty())
     examined: list[CheckFindings] = []
     for number, check in enumerate(chosen, 1):
-        with told.status(f"{number} of {len(chosen)}: {check.name} ({check.about})"):
+        with progress.status(f"{number} of {len(chosen)}: {check.name} ({check.about})"):
             examined.append(examine(check, node))
         if not as_json:
             for line in lines_of(examined[-1]):
@@ -104,16 +104,16 @@ def run_doctor(
 def check_options(options: DoctorOptions) -> None:
     """Check the options. Raises ConfigError."""
     if options.nodes < 1:
-        raise ConfigError("--nodes", options.nodes, "must be at least 1", "set how many machines take part")
+        raise ConfigError("--nodes", options.nodes, "must be at least 1", "set the number of machines")
     if not 0 <= options.node_rank < options.nodes:
         raise ConfigError("--node-rank", options.node_rank, f"must be from 0 to {options.nodes - 1}",
                           "number the machines from 0, each once")  # fmt: skip
     if options.nodes > 1 and not options.head.rpartition(":")[0]:
-        raise ConfigError("--head", options.head, "several machines need a place to meet",
-                          "give HOST:PORT of machine 0, the same on all")  # fmt: skip
+        raise ConfigError("--head", options.head, "several machines need an address to connect to",
+                          "set HOST:PORT of machine 0, the same on all")  # fmt: skip
     if options.model is not None and not (options.model / "config.json").is_file():
-        raise ConfigError("--model", str(options.model), "there is no config.json in it",
-                          "give the directory of a Hugging Face checkpoint, or leave it out")  # fmt: skip
+        raise ConfigError("--model", str(options.model), "has no config.json",
+                          "set the directory of a Hugging Face checkpoint, or remove it")  # fmt: skip
 
 
 def choose(only: Sequence[str], skip: Sequence[str], full: bool) -> list[HostCheck]:
@@ -122,22 +122,22 @@ def choose(only: Sequence[str], skip: Sequence[str], full: bool) -> list[HostChe
     for flag, given in (("--only", only), ("--skip", skip)):
         for name in given:
             if name not in names:
-                raise ConfigError(flag, name, "there is no such check",
-                                  nearest(name, names) or f"name one of {', '.join(names)}")  # fmt: skip
+                raise ConfigError(flag, name, "unknown check",
+                                  nearest(name, names) or f"choose one of {', '.join(names)}")  # fmt: skip
     found = [c for c in CHECKS if (c.name in only if only else full or not c.full) and c.name not in skip]
     if not found:
-        raise ConfigError("--skip", ", ".join(skip), "no check is left", "leave --skip or --only out")
+        raise ConfigError("--skip", ", ".join(skip), "no check is left", "remove --skip or --only")
     return found
 
 
 def examine(check: HostCheck, node: Node) -> CheckFindings:
-    """Run one check. One that breaks is a failure of its part, and the others go on."""
+    """Run one check. An exception becomes a finding, and later checks still run."""
     began, found = time.perf_counter(), []
     try:
         found.extend(check.run(node))
     except Exception as error:
         words = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        found.append(fail(f"could not be examined: {words}", f"mslime doctor --only {check.name} repeats it"))
+        found.append(fail(f"the check failed: {words}", f"mslime doctor --only {check.name} repeats it"))
     return CheckFindings(check.name, time.perf_counter() - began, tuple(found))
 
 

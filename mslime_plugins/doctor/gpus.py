@@ -24,7 +24,7 @@ def check_driver(node: Node) -> Iterator[Finding]:
     version, cards = driver_version(), _cards(node)
     if version is None and cards:
         yield fail(
-            f"{cards} NVIDIA GPUs are in the machine, and no driver is loaded",
+            f"the machine has {cards} NVIDIA GPUs, but no driver is loaded",
             f"install NVIDIA's driver {NEEDED_DRIVER} or newer; in a container, start it with the GPUs (--gpus all)",
         )
         return
@@ -41,21 +41,23 @@ def check_driver(node: Node) -> Iterator[Finding]:
 def _cuda(node: Node) -> Iterator[Finding]:
     newest, built = cuda_of_driver(), _torch_build()
     if newest is None or built is None:
-        what = "torch is a build for CPU" if built is None else "the driver does not report its CUDA version"
-        yield fail(what, "bash scripts/install.sh --gpu")
+        problem = "torch is a CPU build" if built is None else "the driver does not report its CUDA version"
+        yield fail(problem, "bash scripts/install.sh --gpu")
         return
     runs = f"{newest // 1000}.{newest % 1000 // 10}"
     wanted = int(built.split(".")[0])
     if newest // 1000 < wanted:
-        yield fail(f"torch is built for CUDA {built}, the driver runs {runs} at most", "update NVIDIA's driver")
+        yield fail(f"torch is built for CUDA {built}, the driver supports at most {runs}", "update NVIDIA's driver")
         return
     if broken := failure("import torch; torch.zeros(1, device='cuda').item()"):
         visible = node.environ.get("CUDA_VISIBLE_DEVICES")
-        told = "" if visible is None else f"; CUDA_VISIBLE_DEVICES is {visible!r}"
-        yield fail(f"torch (CUDA {built}) cannot use a GPU: {broken}{told}",
+        setting = "" if visible is None else f"; CUDA_VISIBLE_DEVICES is {visible!r}"
+        yield fail(f"torch (CUDA {built}) cannot use a GPU: {broken}{setting}",
                    "see nvidia-smi; if dmesg shows Xid, a GPU has failed: restart the machine")  # fmt: skip
         return
-    yield ok(f"torch is built for CUDA {built}, the driver runs up to {runs}", cuda_of_torch=built, cuda_of_driver=runs)
+    yield ok(
+        f"torch is built for CUDA {built}, the driver supports up to {runs}", cuda_of_torch=built, cuda_of_driver=runs
+    )
 
 
 def _torch_build() -> str | None:
@@ -88,11 +90,11 @@ def check_gpus(node: Node) -> Iterator[Finding]:
     else:
         yield ok(named, count=len(node.gpus), memory_gib=round(node.gpus[0].memory / GIB, 1))
     if unknown := [gpu.name for gpu in node.gpus if nominal(gpu.name) is None]:
-        yield warn(f"no nominal figures are known for {unknown[0]}",
-                   "speeds are measured and compared with nothing; add it to mslime/config/cluster.py")  # fmt: skip
+        yield warn(f"{unknown[0]} has no nominal speeds in the table",
+                   "speeds are measured without a reference; add it to mslime/config/cluster.py")  # fmt: skip
     if any(gpu.mig for gpu in node.gpus):
         yield fail(f"MIG is on for {_ids(gpu for gpu in node.gpus if gpu.mig)}",
-                   "ask for whole GPUs, or nvidia-smi -mig 0: NCCL joins no parts of GPUs")  # fmt: skip
+                   "request whole GPUs, or nvidia-smi -mig 0: NCCL does not support parts of GPUs")  # fmt: skip
     yield from _memory_errors(node.gpus)
     yield from _others(node.gpus)
 
@@ -105,14 +107,14 @@ def _memory_errors(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
     bad = [gpu for gpu in gpus if gpu.uncorrected or gpu.remap_failed]
     waiting = [gpu for gpu in gpus if gpu.remap_pending]
     if off:
-        yield warn(f"ECC is off on {_ids(off)}: wrong bits go unseen", "nvidia-smi -e 1, and a reset of the GPU")
+        yield warn(f"ECC is off on {_ids(off)}: bit errors are not detected", "nvidia-smi -e 1, and a reset of the GPU")
     if bad:
         yield fail(f"uncorrected memory errors, or rows that could not be replaced, on {_ids(bad)}",
-                   "take the machine out, reset the GPU; if it comes back, have the GPU replaced")  # fmt: skip
+                   "drain the machine and reset the GPU; if the errors return, replace the GPU")  # fmt: skip
     if waiting:
-        yield warn(f"rows of memory wait to be replaced on {_ids(waiting)}", "reset these GPUs (nvidia-smi -r)")
+        yield warn(f"memory rows need a reset to be replaced on {_ids(waiting)}", "reset these GPUs (nvidia-smi -r)")
     if not (off or bad or waiting):
-        yield ok("ECC on, no uncorrected error, no row waits to be replaced")
+        yield ok("ECC on, no uncorrected errors, no memory rows to be replaced")
 
 
 def _others(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
@@ -120,9 +122,9 @@ def _others(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
     if busy:
         most = max(gpu.used for gpu in busy) / GIB
         processes = sorted({pid for gpu in busy for pid in gpu.processes})
-        who = f"processes {', '.join(map(str, processes))}" if processes else "processes that are not shown here"
-        yield warn(f"memory is taken on {_ids(busy)}, up to {most:.1f} GiB, by {who}",
-                   "wait for them or end them: speeds below are measured beside them")  # fmt: skip
+        who = f"processes {', '.join(map(str, processes))}" if processes else "processes that are not visible here"
+        yield warn(f"memory is in use on {_ids(busy)}, up to {most:.1f} GiB, by {who}",
+                   "wait for them or stop them: they affect the speeds below")  # fmt: skip
     else:
         yield ok("no other process is on the GPUs")
 
@@ -148,16 +150,16 @@ def check_clocks(node: Node) -> Iterator[Finding]:
     slowed = [gpu for gpu in gpus if gpu.slowed_by]
     for why in dict.fromkeys(why for gpu in slowed for why in gpu.slowed_by):
         those = _ids(gpu for gpu in slowed if why in gpu.slowed_by)
-        yield warn(f"clocks are held down by {why} on {those}", _COOLING if why == "heat" else _SLOWED)
+        yield warn(f"clocks are reduced by {why} on {those}", _COOLING if why == "heat" else _SLOWED)
     if hot := [gpu for gpu in gpus if (gpu.temperature or 0) >= HOT_C]:
         yield warn(f"{_ids(hot)} at {max(gpu.temperature or 0 for gpu in hot)} C before any work", _COOLING)
     if not slowed and not hot:
         degrees = [gpu.temperature for gpu in gpus if gpu.temperature is not None]
-        yield ok(f"no clock is held down{f', {max(degrees)} C at most' if degrees else ''}")
+        yield ok(f"no clock is reduced{f', {max(degrees)} C at most' if degrees else ''}")
 
 
-_COOLING = "see to the machine's cooling: fans, air, the neighbour's exhaust"
-_SLOWED = "nvidia-smi -q -d PERFORMANCE says more; after a power brake the machine's supply is short"
+_COOLING = "check the machine's cooling: fans, air flow, exhaust of neighbouring machines"
+_SLOWED = "nvidia-smi -q -d PERFORMANCE shows details; a power brake indicates a weak power supply"
 
 
 def check_links(node: Node) -> Iterator[Finding]:
@@ -178,13 +180,13 @@ def _nvlink(name: str, gpus: list[Gpu]) -> Finding:
     known, up = nominal(name), sorted({gpu.links for gpu in gpus})
     wanted = known.links if known else up[-1]
     if not wanted:
-        return ok(f"{name} has no NVLink: GPUs talk over PCIe")
+        return ok(f"{name} has no NVLink: GPUs communicate over PCIe")
     if short := [gpu for gpu in gpus if gpu.links < wanted]:
         least = min(gpu.links for gpu in short)
         text = f"{least} of {wanted} NVLinks are up on {_ids(short)}"
         todo = "nvidia-smi nvlink --status; with NVSwitch, nvidia-fabricmanager of the driver's version must run"
         if len(gpus) == 1:
-            return warn(text, f"{todo}. With one GPU nothing uses them")
+            return warn(text, f"{todo}. A single GPU does not use them")
         return fail(text, todo, links=least)
     return ok(f"{wanted} NVLinks are up on each GPU", links=wanted)
 
@@ -219,7 +221,7 @@ def see_gpus(load: Callable[[], Any] | None = None) -> tuple[tuple[Gpu, ...], st
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return (), f"no NVIDIA driver answers ({error})"
+        return (), f"no NVIDIA driver responds ({error})"
     try:
         gpus = tuple(_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
     finally:

@@ -41,19 +41,19 @@ def check_host(node: Node) -> Iterator[Finding]:
     text = f"{total:.0f} GiB of memory, {free:.0f} free; {cores} cores"
     values = {"memory_gib": round(total, 1), "free_gib": round(free, 1), "cores": cores}
     if free < LITTLE_MEMORY_GIB:
-        yield fail(text, f"less than {LITTLE_MEMORY_GIB} GiB are free: not even a small run starts", **values)
+        yield fail(text, f"less than {LITTLE_MEMORY_GIB} GiB are free, too little even for a small run", **values)
     elif gpus and total < GIB_A_GPU * gpus:
-        yield warn(text, f"less than {GIB_A_GPU} GiB for a GPU: set cluster.host_memory_gb and let mslime plan "
-                   "count; a trainer can be offloaded to disk (cluster.offload_to)", **values)  # fmt: skip
+        yield warn(text, f"less than {GIB_A_GPU} GiB per GPU: set cluster.host_memory_gb and run mslime plan; a "
+                   "trainer can be offloaded to disk (cluster.offload_to)", **values)  # fmt: skip
     elif gpus and cores < CORES_A_GPU * gpus:
         yield warn(
-            text, f"fewer than {CORES_A_GPU} cores for a GPU: engines' schedulers and rewards share them", **values
+            text, f"fewer than {CORES_A_GPU} cores per GPU: engines' schedulers and rewards share them", **values
         )
     else:
         yield ok(text, **values)
     swap = psutil.swap_memory()
     if swap.used > GIB:
-        yield warn(f"{swap.used / GIB:.1f} GiB are swapped out", "find who takes the memory; swapoff -a")
+        yield warn(f"{swap.used / GIB:.1f} GiB are swapped out", "find the processes that use the memory; swapoff -a")
 
 
 def _container_limit(node: Node) -> int | None:
@@ -74,7 +74,7 @@ def check_shared_memory(node: Node) -> Iterator[Finding]:
     least, wanted = SHM_GIB
     todo = "start the container with --shm-size 64g or --ipc=host; or mount -o remount,size=64g /dev/shm"
     if space.free < least * GIB:
-        yield fail(text, f"{todo}. Ray's store, NCCL and weights.transport shm live there", **values)
+        yield fail(text, f"{todo}. Ray's store, NCCL and weights.transport shm use it", **values)
     elif space.free < wanted * GIB and node.gpus:
         yield warn(text, f"{todo}. Ray's store and weights.transport shm share it", **values)
     else:
@@ -97,7 +97,7 @@ def check_limits(node: Node) -> Iterator[Finding]:
         yield warn(f"{processes} processes and threads for this user", "ulimit -u unlimited: Ray and torch start many")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if node.listed("/sys/class/infiniband") and 0 <= locked < GIB:
-        yield fail(f"{locked / MIB:.1f} MiB of memory may be locked, and RDMA locks its buffers",
+        yield fail(f"{locked / MIB:.1f} MiB of memory may be locked, but RDMA locks its buffers",
                    "ulimit -l unlimited; in a container --ulimit memlock=-1")  # fmt: skip
 
 
@@ -109,24 +109,24 @@ def check_disk(node: Node) -> Iterator[Finding]:
     """Space and speed of the directory for checkpoints."""
     place = existing(node.options.directory)
     if not os.access(place, os.W_OK):
-        yield fail(f"{place} cannot be written to by this user", "give another --directory (a run's output_dir)")
+        yield fail(f"{place} is not writable for this user", "set another --directory (a run's output_dir)")
         return
     free = shutil.disk_usage(place).free
     least, wanted = FREE_GIB
     text = f"{free / GIB:.0f} GiB are free in {place}"
     if free < least * GIB:
-        yield fail(text, "free some, or give another --directory", free_gib=round(free / GIB, 1))
+        yield fail(text, "free space, or set another --directory", free_gib=round(free / GIB, 1))
         return
     if free < wanted * GIB and node.gpus:
-        yield warn(text, "a checkpoint takes 14 bytes a parameter, an export two: mslime plan counts them",
+        yield warn(text, "a checkpoint takes 14 bytes per parameter, an export 2: see mslime plan",
                    free_gib=round(free / GIB, 1))  # fmt: skip
     else:
         yield ok(text, free_gib=round(free / GIB, 1))
     size = (2 * GIB if node.options.full else 256 * MIB) if free > 8 * GIB else 64 * MIB
     speed = write_speed(place, size)
-    text = f"{size // MIB} MiB were written there and made safe at {speed:,.0f} MB/s"
+    text = f"{size // MIB} MiB were written there and synced at {speed:,.0f} MB/s"
     if speed < DISK_MB_PER_S and node.gpus:
-        yield warn(text, f"below {DISK_MB_PER_S} MB/s saving takes minutes: a faster disk, or rarer checkpoints "
+        yield warn(text, f"below {DISK_MB_PER_S} MB/s saving takes minutes: use a faster disk, or save less often "
                    "(checkpoint.save_every)", mb_per_s=round(speed))  # fmt: skip
     else:
         yield ok(text, mb_per_s=round(speed))
@@ -176,8 +176,8 @@ def clock_finding(unsynchronised: bool, error_us: int) -> Finding:
         error_us: largest error, in microseconds.
     """
     if unsynchronised:
-        return warn("the clock is not synchronised", "start chrony or systemd-timesyncd: timelines and logs of several "
-                    "machines are laid side by side; in a container the machine keeps it")  # fmt: skip
+        return warn("the clock is not synchronised", "start chrony or systemd-timesyncd, to compare timelines and logs "
+                    "of several machines; in a container, on its host")  # fmt: skip
     if error_us > CLOCK_US:
-        return warn(f"the clock may be off by {error_us / 1000:.0f} ms", "look at chrony's sources")
+        return warn(f"the clock may be off by {error_us / 1000:.0f} ms", "check chrony's sources")
     return ok(f"the clock is synchronised, to {error_us / 1000:.1f} ms", error_ms=error_us / 1000)

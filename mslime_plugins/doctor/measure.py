@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rendezvous", default="", help="tcp://HOST:PORT")
-    parser.add_argument("--mib", type=int, default=16, help="of a rank's buffer")
+    parser.add_argument("--mib", type=int, default=16, help="size of a rank's buffer")
     args = parser.parse_args()
     if args.what == "speed":
         found: Any = {"tflops": matmul(args.device, args.seconds), "gb_per_s": copying(args.device, args.seconds)}
@@ -207,7 +207,7 @@ def collectives(device: str, rank: int, ranks: int, rendezvous: str, size: int, 
     theirs = torch.empty_like(ours)
     times = {"all_reduce": _together(lambda: dist.all_reduce(ours, op=dist.ReduceOp.MAX), seconds, device),
              "all_to_all": _together(lambda: dist.all_to_all_single(theirs, ours), seconds, device)}  # fmt: skip
-    assert bool((ours == 1).all()) and bool((theirs == 1).all()), "a collective gave other numbers than it was given"
+    assert bool((ours == 1).all()) and bool((theirs == 1).all()), "a collective changed the values"
     dist.barrier()
     clocks: list[Any] = [None] * ranks
     dist.all_gather_object(clocks, time.time())

@@ -18,13 +18,13 @@ GBITS_A_GPU = 200
 """Gb/s of network per GPU below which a run over several hosts is suspect; H100 hosts have nominally 400."""
 INTERFACES = {"NCCL_SOCKET_IFNAME": "NCCL", "GLOO_SOCKET_IFNAME": "gloo"}
 SLOWING = {
-    "NCCL_P2P_DISABLE": ("1", "GPUs of a machine do not talk over NVLink"),
-    "NCCL_SHM_DISABLE": ("1", "GPUs without NVLink between them talk over the network"),
-    "NCCL_IB_DISABLE": ("1", "NCCL leaves InfiniBand alone and talks over TCP"),
-    "NCCL_NVLS_ENABLE": ("0", "all-reduce does not use the switch's sums"),
+    "NCCL_P2P_DISABLE": ("1", "GPUs of a machine do not use NVLink"),
+    "NCCL_SHM_DISABLE": ("1", "GPUs without NVLink communicate over the network"),
+    "NCCL_IB_DISABLE": ("1", "NCCL uses TCP instead of InfiniBand"),
+    "NCCL_NVLS_ENABLE": ("0", "all-reduce does not use NVLink SHARP"),
     "NCCL_DEBUG": ("TRACE", "every call is logged"),
-    "CUDA_LAUNCH_BLOCKING": ("1", "every kernel is waited for"),
-    "NCCL_BLOCKING_WAIT": ("1", "every collective is waited for on the host"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for every kernel"),
+    "NCCL_BLOCKING_WAIT": ("1", "the host waits for every collective"),
 }
 """Variables that slow a run down: the value, and its effect."""
 _VIRTUAL = ("lo", "docker", "veth", "virbr", "br-", "cni", "flannel", "cali", "tunl")
@@ -35,25 +35,25 @@ def check_infiniband(node: Node) -> Iterator[Finding]:
     devices = node.listed("/sys/class/infiniband")
     if not devices:
         yield unseen("no RDMA device (/sys/class/infiniband)",
-                     "one machine needs none; several talk over TCP without: see docs/clusters.md")  # fmt: skip
+                     "one machine needs none; without it, several machines use TCP: see docs/clusters.md")  # fmt: skip
         return
     rates = rdma_ports(node)
     down = [port for port, rate in rates.items() if not rate]
     total, gpus = sum(rates.values()), max(1, len(node.gpus))
-    text = f"{len(rates) - len(down)} RDMA ports are up, {total:g} Gb/s together, {total / gpus:g} for each GPU"
+    text = f"{len(rates) - len(down)} RDMA ports are up, {total:g} Gb/s in total, {total / gpus:g} per GPU"
     if not total:
         yield fail(f"no port of {', '.join(devices)} is up", "ibstat; cables, the subnet manager, the switch's ports")
         return
     if total / gpus < GBITS_A_GPU and node.gpus:
-        yield warn(text, f"less than {GBITS_A_GPU} Gb/s for a GPU: experts over machines will wait; plan with "
-                   "cluster.gpu_network_gbits", gbits=total)  # fmt: skip
+        yield warn(text, f"less than {GBITS_A_GPU} Gb/s per GPU: expert parallelism across machines will be slow; plan "
+                   "with cluster.gpu_network_gbits", gbits=total)  # fmt: skip
     else:
         yield ok(text, gbits=total)
     if down:
-        yield warn(f"down: {', '.join(down)}", "ibstat; leave them out of NCCL_IB_HCA if they are not meant to be used")
+        yield warn(f"down: {', '.join(down)}", "ibstat; exclude them from NCCL_IB_HCA if they should not be used")
     if node.gpus and not ({"nvidia_peermem", "nv_peer_mem"} & set(node.listed("/sys/module"))):
         yield warn("nvidia_peermem is not loaded", "modprobe nvidia-peermem, unless the kernel has DMA-BUF: else data "
-                   "between machines takes the way over host memory")  # fmt: skip
+                   "between machines is copied through host memory")  # fmt: skip
 
 
 def rdma_ports(node: Node) -> dict[str, float]:
@@ -76,23 +76,23 @@ def check_nccl(node: Node) -> Iterator[Finding]:
             continue
         matching = [name for name in interfaces if _names(value, name)]
         if not matching:
-            yield fail(f"{variable}={value}: no interface that is up fits, there are {', '.join(interfaces)}",
-                       f"name one of them, or unset it: {library} cannot start")  # fmt: skip
+            yield fail(f"{variable}={value}: no active interface matches; active are {', '.join(interfaces)}",
+                       f"set it to one of them, or unset it: {library} cannot start")  # fmt: skip
         else:
             yield ok(f"{variable}={value}: {', '.join(matching)}")
     wanted, devices = node.environ.get("NCCL_IB_HCA"), node.listed("/sys/class/infiniband")
     if wanted and not any(_names(wanted, device) for device in devices):
-        yield fail(f"NCCL_IB_HCA={wanted}: no RDMA device fits, there are {', '.join(devices) or 'none'}",
-                   "name those that exist, or unset it")  # fmt: skip
+        yield fail(f"NCCL_IB_HCA={wanted}: no RDMA device matches; available are {', '.join(devices) or 'none'}",
+                   "set it to existing devices, or unset it")  # fmt: skip
     for variable, (value, meaning) in SLOWING.items():
         if node.environ.get(variable, "").upper() == value:
-            yield warn(f"{variable}={value}: {meaning}", "unset it, unless you are looking for a fault")
+            yield warn(f"{variable}={value}: {meaning}", "unset it, unless you are debugging")
     real = [name for name in interfaces if not name.startswith(_VIRTUAL)]
     if len(real) > 1 and "NCCL_SOCKET_IFNAME" not in node.environ:
-        yield warn(f"several interfaces are up ({', '.join(real)}) and NCCL_SOCKET_IFNAME does not choose",
-                   "over several machines, set it in cluster.env to the one that joins them")  # fmt: skip
+        yield warn(f"several interfaces are up ({', '.join(real)}) and NCCL_SOCKET_IFNAME is not set",
+                   "with several machines, set it in cluster.env to the interface that connects them")  # fmt: skip
     else:
-        yield ok(f"interfaces that are up: {', '.join(interfaces)}")
+        yield ok(f"active interfaces: {', '.join(interfaces)}")
 
 
 def _interfaces_up() -> list[str]:
@@ -114,12 +114,12 @@ def check_address(node: Node) -> Iterator[Finding]:
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
-        yield warn(f"the machine's name {name} leads nowhere ({error})",
+        yield warn(f"the machine's name {name} cannot be resolved ({error})",
                    "add it to /etc/hosts with the address that the other machines use")  # fmt: skip
         return
     if address.startswith("127.") and (node.options.nodes > 1 or node.listed("/sys/class/infiniband")):
-        yield warn(f"the machine's name {name} is {address}, which is no address for other machines",
-                   "one machine is fine; for several, write the network's address into /etc/hosts")  # fmt: skip
+        yield warn(f"the machine's name {name} is {address}, which other machines cannot reach",
+                   "a single machine is fine; for several, write the network address into /etc/hosts")  # fmt: skip
     else:
         yield ok(f"the machine's name {name} is {address}")
 
@@ -147,20 +147,22 @@ def check_loopback(node: Node) -> Iterator[Finding]:
         reply = connection.getresponse().read()
         connection.close()
     except OSError as error:
-        yield fail(f"HTTP to 127.0.0.1:{port} fails: {error}", "a firewall, or a sandbox: engines are spoken to so")
+        yield fail(
+            f"HTTP to 127.0.0.1:{port} fails: {error}", "check firewall and sandbox: mslime needs HTTP to its engines"
+        )
         return
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
     assert reply == b"here"
-    yield ok(f"HTTP to 127.0.0.1:{port} answers")
+    yield ok(f"HTTP to 127.0.0.1:{port} works")
     proxies = [name for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if node.environ.get(name)]
     around = node.environ.get("no_proxy", "") + node.environ.get("NO_PROXY", "")
     if proxies and "127.0.0.1" not in around and "*" not in around:
-        yield warn(f"{proxies[0]} is set, and no_proxy does not name 127.0.0.1",
-                   "export no_proxy=127.0.0.1,localhost: reward functions and tools of yours may ask the proxy for "
-                   "this machine")  # fmt: skip
+        yield warn(f"{proxies[0]} is set, but no_proxy does not contain 127.0.0.1",
+                   "export no_proxy=127.0.0.1,localhost: your reward functions and tools may use the proxy for this "
+                   "machine")  # fmt: skip
     first, last = ephemeral_ports()
     ports = len(own_ports())
-    yield ok(f"{ports:,} ports for services outside {first} to {last}, which the kernel draws from", ports=ports)
+    yield ok(f"{ports:,} ports for services outside of {first} to {last}, the kernel's range", ports=ports)

@@ -19,10 +19,10 @@ ON_GPUS = {
     "fla.ops.gated_delta_rule": "the gated delta-net families (Qwen3-Next, Qwen3.5)",
 }
 OPTIONAL = {
-    "flash_attn": "Transformer Engine takes cuDNN's attention instead, which is as fast on Hopper",
+    "flash_attn": "Transformer Engine uses cuDNN's attention instead, which is as fast on Hopper",
     "grouped_gemm": "Transformer Engine's grouped products are used instead",
     "amp_C": "NVIDIA's apex: Transformer Engine's fused Adam and norms are used instead",
-    "deep_ep": "needed for megatron.moe_token_dispatcher_type flex alone",
+    "deep_ep": "needed only for megatron.moe_token_dispatcher_type flex",
 }
 """Consequence of each missing package."""
 _PIN = re.compile(r"^([\w.-]+)==([\w.]+)")
@@ -36,15 +36,15 @@ def check_packages(node: Node) -> Iterator[Finding]:
     for name, why in broken.items():
         if why:
             meaning = f" ({ON_GPUS[name]})" if name in ON_GPUS else ""
-            yield fail(f"{name} does not import{meaning}: {why}", f"bash scripts/install.sh --{extra}")
+            yield fail(f"{name} cannot be imported{meaning}: {why}", f"bash scripts/install.sh --{extra}")
     if not any(broken.values()):
-        yield ok(f"{', '.join(broken)} import")
+        yield ok(f"{', '.join(broken)} can be imported")
     if not node.gpus:
         yield unseen(f"{', '.join(ON_GPUS)}: {node.blind}")
         return
     missing = {name: meaning for name, meaning in OPTIONAL.items() if failure(_importing(name, node))}
     for name, meaning in missing.items():
-        yield ok(f"{name} is not there, and need not be: {meaning}")
+        yield ok(f"{name} is not installed, and is optional: {meaning}")
 
 
 def _importing(name: str, node: Node) -> str:
@@ -74,8 +74,8 @@ def versions_finding(wanted: dict[str, str], installed: Callable[[str], str | No
     others = {name: (installed(name) or "not installed").partition("+")[0] for name in wanted}
     wrong = [f"{name} {found} instead of {wanted[name]}" for name, found in others.items() if found != wanted[name]]
     if not wrong:
-        return ok(f"{len(wanted)} pinned packages have their versions")
-    todo = f"bash scripts/install.sh --{extra}: other versions may work, and none was tried"
+        return ok(f"{len(wanted)} pinned packages have the pinned versions")
+    todo = f"bash scripts/install.sh --{extra}: other versions may work, but are not tested"
     return warn(f"{'; '.join(wrong[:6])}{f' and {len(wrong) - 6} more' if len(wrong) > 6 else ''}", todo)
 
 
@@ -87,7 +87,7 @@ def check_kernels(node: Node) -> Iterator[Finding]:
         bound = TOLERANCE["float32"] if name.startswith("log-probs") else tolerance
         yield kernel_finding(name, differs, bound)
     if not node.gpus:
-        yield unseen(f"kernels of Triton and Transformer Engine: {node.blind}; the log-probs above are those for CPUs")
+        yield unseen(f"kernels of Triton and Transformer Engine: {node.blind}; the log-probs above use the CPU kernels")
 
 
 def kernel_finding(name: str, differs: float | str, bound: float) -> Finding:
@@ -97,9 +97,9 @@ def kernel_finding(name: str, differs: float | str, bound: float) -> Finding:
         differs: the largest difference over the largest value, or an error.
     """
     if isinstance(differs, str):
-        return fail(f"{name}: {differs}", "see the line of packages; the whole traceback: python -m "
+        return fail(f"{name}: {differs}", "see the lines of packages; for the traceback run python -m "
                     "mslime_plugins.doctor.measure kernels --device cuda:0")  # fmt: skip
-    text = f"{name}: at most {differs:.1e} from plain torch, {bound:.0e} is allowed"
+    text = f"{name}: largest difference from plain torch {differs:.1e}, limit {bound:.0e}"
     if not differs <= bound:
-        return fail(text, "do not train: its numbers are wrong on this machine; please report it with `mslime env`")
+        return fail(text, "do not train: its results are wrong on this machine; please report it with `mslime env`")
     return ok(text, difference=differs)

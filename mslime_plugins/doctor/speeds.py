@@ -50,16 +50,16 @@ def check_speed(node: Node) -> Iterator[Finding]:
     seconds = 5.0 if node.options.full else 1.0
     if not node.gpus:
         [found] = measured([["speed", "--device", "cpu", "--seconds", "0.5"]])
-        yield unseen(f"{node.blind}; this CPU does {found['tflops'] * 1e3:,.0f} GFLOP/s in float32 and copies at "
+        yield unseen(f"{node.blind}; this CPU reaches {found['tflops'] * 1e3:,.0f} GFLOP/s in float32 and copies at "
                      f"{found['gb_per_s']:.1f} GB/s")  # fmt: skip
         return
     found = measured([["speed", "--device", f"cuda:{gpu.index}", "--seconds", f"{seconds}"] for gpu in _usable(node)])
     known = nominal(node.gpus[0].name)
-    for name, what, unit, expected, share in (
+    for name, label, unit, expected, share in (
         ("tflops", "bfloat16 matrix products", "TFLOP/s", known and known.tflops, MATMUL),
         ("gb_per_s", "memory", "GB/s", known and known.memory, MEMORY),
     ):
-        yield from speed_findings(what, unit, [each[name] for each in found], expected, share)
+        yield from speed_findings(label, unit, [each[name] for each in found], expected, share)
 
 
 def _usable(node: Node) -> Sequence[Any]:
@@ -70,7 +70,7 @@ def _usable(node: Node) -> Sequence[Any]:
 
 
 def speed_findings(
-    what: str, unit: str, found: Sequence[float], expected: float | None, share: SpeedThresholds
+    label: str, unit: str, found: Sequence[float], expected: float | None, share: SpeedThresholds
 ) -> Iterator[Finding]:
     """Findings about one speed of all GPUs.
 
@@ -82,16 +82,16 @@ def speed_findings(
     spread = f"{middle:,.0f} {unit}" + (f", the slowest GPU {least:,.0f}" if len(found) > 1 else "")
     values = {"median": round(middle, 1), "least": round(least, 1)}
     if expected is None:
-        yield ok(f"{what}: {spread}; no reference value for this card", **values)
+        yield ok(f"{label}: {spread}; no reference value for this card", **values)
     else:
-        text = f"{what}: {spread}, {middle / expected:.0%} of {expected:,.0f}"
+        text = f"{label}: {spread}, {middle / expected:.0%} of {expected:,.0f}"
         yield judged(middle / expected, share, text, _SLOW, values)
     if least < STRAGGLER * middle:
-        yield warn(f"{what}: GPU {found.index(least)} does {least / middle:.0%} of the median",
-                   "it holds up all others: look at its clocks and heat under load, or do without it")  # fmt: skip
+        yield warn(f"{label}: GPU {found.index(least)} reaches {least / middle:.0%} of the median",
+                   "it slows down all others: check its clocks and temperature under load, or exclude it")  # fmt: skip
 
 
-_SLOW = "see the lines of clocks and gpus; is somebody else on them? nvidia-smi -q -d CLOCK,POWER under load"
+_SLOW = "see the lines of clocks and gpus; check for other processes, and nvidia-smi -q -d CLOCK,POWER under load"
 
 
 def judged(ratio: float, share: SpeedThresholds, text: str, todo: str, values: Mapping[str, float]) -> Finding:
@@ -107,7 +107,7 @@ def check_collectives(node: Node) -> Iterator[Finding]:
     here = len(_usable(node)) if node.gpus else CPU_RANKS
     ranks = here * options.nodes
     if node.gpus and ranks == 1:
-        yield unseen("one GPU: there is nothing to talk to")
+        yield unseen("one GPU: there are no collectives to measure")
         return
     device = "cuda" if node.gpus else "cpu"
     mib = (1024 if options.full else 256) if node.gpus else 8
@@ -146,10 +146,10 @@ def collective_findings(
     """
     limits = expected_bandwidth(known, ranks, here, network)
     where = f"of {ranks} GPUs" + (f" on {ranks // here} machines" if ranks > here else "")
-    for name, told, share in (("all_reduce", "all-reduce", ALL_REDUCE), ("all_to_all", "all-to-all", ALL_TO_ALL)):
+    for name, label, share in (("all_reduce", "all-reduce", ALL_REDUCE), ("all_to_all", "all-to-all", ALL_TO_ALL)):
         rate, limit = found[name], limits[name]
         values = {"gb_per_s": round(rate, 2)}
-        text = f"{told} {where}: {rate:,.0f} GB/s"
+        text = f"{label} {where}: {rate:,.0f} GB/s"
         if not limit:
             yield ok(f"{text}; no reference value for this card", **values)
         else:
@@ -174,7 +174,11 @@ def expected_bandwidth(known: GpuSpec | None, ranks: int, here: int, network: fl
 
 
 def measured(commands: Sequence[Sequence[str]]) -> list[Any]:
-    """Results of `measure` processes, all run at once. Raises Broken with the output's end of the first failed one."""
+    """Results of `measure` processes, all run at once.
+
+    Raises:
+        MeasurementFailed: with the last line of the first failed process.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         started = []
         for number, words in enumerate(commands):
@@ -186,7 +190,7 @@ def measured(commands: Sequence[Sequence[str]]) -> list[Any]:
         try:
             outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in started]
         except subprocess.TimeoutExpired:
-            raise MeasurementFailed(f"no answer within {DEADLINE_S} s") from None
+            raise MeasurementFailed(f"no result within {DEADLINE_S} s") from None
         finally:
             for process in started:
                 process.kill()

@@ -61,7 +61,7 @@ def check_step(node: Node) -> Iterator[Finding]:
         if status != 0:
             words = "\n".join(printed.strip().splitlines()[-12:])
             yield fail(f"the run ended with status {status} after {seconds:.0f} s: {words}",
-                       "keep its logs with: mslime train RUN.yaml, with these settings: "
+                       "to keep its logs, run mslime train RUN.yaml with these settings: "
                        f"{json.dumps(settings, default=str)}")  # fmt: skip
             return
         yield from step_findings(by_step(rows), settings["cluster"]["device"], seconds)
@@ -78,22 +78,22 @@ def step_findings(rows: list[Mapping[str, Any]], device: str, seconds: float) ->
     if all(norm is not None and math.isfinite(norm) and norm > 0 for norm in norms):
         yield ok(text, seconds=round(seconds, 1))
     else:
-        yield fail(text, "a gradient that is zero or no number: python -m pytest tests/gpu names the layer")
+        yield fail(text, "a gradient is zero or not finite: python -m pytest tests/gpu names the layer")
     if all("weights/bytes" in row for row in steps):
         sync = ", ".join(f"{row['weights/seconds']:.2f} s" for row in steps)
         yield ok(f"the engine's tensors equal the trainer's, bit for bit, after each of {STEPS} syncs ({sync})")
     else:
         yield fail("no weights were sent", "see weights.* in docs/settings.md")
-    look, broken = MISMATCH[device]
+    limit, broken = MISMATCH[device]
     for row, when in zip(steps, ("before the first sync", "after a sync"), strict=True):
         kl, most = row["mismatch/kl"], row["mismatch/abs_max"]
         text = f"trainer and engine {when}: mismatch KL {_number(kl)}, at most {_number(most)} nats for a token"
         values = {"kl": kl if kl is not None else math.nan, "abs_max": most if most is not None else math.nan}
         if kl is None or not abs(kl) <= broken:
-            yield fail(text, "they compute different models: compare config.json's settings and attention backends "
+            yield fail(text, "trainer and engine compute different models: compare config.json and attention backends "
                        "(sglang.attention_backend); docs/debugging.md", **values)  # fmt: skip
-        elif abs(kl) > look:
-            yield warn(text, f"more than {look:.0e} is usual: keep a correction (algorithm.correction) on", **values)
+        elif abs(kl) > limit:
+            yield warn(text, f"more than the usual {limit:.0e}: keep a correction on (algorithm.correction)", **values)
         else:
             yield ok(text, **values)
 
@@ -138,7 +138,7 @@ def run_to_its_end(command: list[str], directory: Path, node: Node) -> tuple[int
     try:
         process.wait(DEADLINE_S)
     except subprocess.TimeoutExpired:
-        return -1, f"{output.read_text()}\nno end within {DEADLINE_S} s"
+        return -1, f"{output.read_text()}\nthe run did not end within {DEADLINE_S} s"
     finally:
         end(process)
     return process.returncode, output.read_text()

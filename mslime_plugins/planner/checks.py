@@ -19,5 +19,5 @@ def check_host_memory(config: RunConfig) -> None:
     plan = plan_of_run(config)
     for problem in host_problems(policy_spec(config), memory, plan.host, plan.rollouts, config.rollout):
         raise ConfigError("cluster.host_memory_gb", memory, f"{problem.where}: needs {problem.needs / GIB:.1f} of "
-                          f"{problem.has / GIB:.1f} GiB that a run can use, most of it {problem.component} "
-                          "(mslime plan shows all of it)", problem.hint)  # fmt: skip
+                          f"{problem.has / GIB:.1f} usable GiB, most of it {problem.component} (mslime plan shows all "
+                          "parts)", problem.hint)  # fmt: skip

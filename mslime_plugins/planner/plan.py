@@ -209,17 +209,17 @@ class RunPlan:
             "disk_bytes": self.saved.total,
             "save_share": self.save_share,
         }
-        told = {"fits": self.fits, "verdict": self.verdict, "host_verdict": verdict_of(self.host_share)} | summed
+        values = {"fits": self.fits, "verdict": self.verdict, "host_verdict": verdict_of(self.host_share)} | summed
         for name, stages in (("stages", self.stages), ("critic_stages", self.critic_stages)):
-            told[name] = [
+            values[name] = [
                 asdict(stage)
                 | {"trained": stage.trained, "peak": stage.memory.peak, "verdict": self.verdict_of(stage.memory.peak)}
                 for stage in stages
             ]
-        told["phases"] = [
+        values["phases"] = [
             asdict(phase) | {"total": phase.total, "verdict": self.phase_verdict(phase)} for phase in self.phases
         ]
-        return asdict(self) | told
+        return asdict(self) | values
 
     def verdict_of(self, size: int) -> Verdict:
         """Verdict on bytes on one GPU."""
@@ -254,7 +254,7 @@ def make_plan(
     layout, limit, serves = spec.layout, longest_sequence(config), spec.train.task == "rl"
     table.check_layout(layout)
     wire = engine_spec(config).dtype(hf_config) if serves else export_dtype(hf_config)
-    # Engines that mslime starts hold quantised what the checkpoint does.
+    # Engines that mslime starts hold the same quantised weights as the checkpoint.
     served = ServedWeights(table, wire, expected_weights(table, hf_config) if serves and not servers.urls else None)
     factors = make_adapters(table, held_adapters).table if config.syncs_adapters else None
     sync = _sync(
@@ -461,13 +461,13 @@ def _remarks(
     group, notes = layout.expert_size, list[str]()
     if model.num_experts and layout.ep > 1 and layout.world_size > per_node and (group > per_node or per_node % group):
         notes.append(
-            f"expert-parallel groups of {group} ranks (EP{layout.ep} ETP{layout.etp}) lie over several machines of "
-            f"{per_node}: the all-to-all of every layer goes over the network"
+            f"expert-parallel groups of {group} ranks (EP{layout.ep} ETP{layout.etp}) span several machines of "
+            f"{per_node}: the all-to-all of every layer uses the network"
         )
     if idle and layout.world_size >= per_node:
         notes.append(f"{idle} GPUs of the last machines are not used")
     if without_engine:
-        notes.append(f"{without_engine} of the trainer's GPUs have no engine on them, and idle while others generate")
+        notes.append(f"{without_engine} of the trainer's GPUs have no engine, and idle during generation")
     if saving:
         notes.append(f"a checkpoint takes {saving:,.0f} s, more than deadlines.checkpoint_s allows: raise it")
     return notes

@@ -96,9 +96,9 @@ def found_by(
 ) -> tuple[list[FittingLayout], str]:
     """Results of a search, and the name of its GPU. Raises NothingFits, UserError."""
     if gpus is None or gpus < 1:
-        raise ConfigError("--gpus", gpus, "a search needs the size of the run", "set how many GPUs it may have")
+        raise ConfigError("--gpus", gpus, "a search needs the number of GPUs", "set the number of GPUs of the run")
     if top < 1:
-        raise ConfigError("--top", top, "must be at least 1", "set how many layouts to show")
+        raise ConfigError("--top", top, "must be at least 1", "set the number of layouts to show")
     values = merge({"cluster": {"device": "cuda"}}, _completed(values, gpu_memory_gb))
     alone = build(values, rules=False)
     of = gpu or usual_gpu(alone.cluster.gpu_memory_gb)
@@ -132,7 +132,7 @@ def plan_config(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: 
         teachers = fixed.teacher.gpus if fixed.teacher.launched and apart else 0
         served = (0 if shared else fixed.sglang.gpus) + teachers if fixed.train.task == "rl" else 0
         if gpus <= served:
-            raise ConfigError("--gpus", gpus, f"the engines alone take {served}", "raise it, or plan fewer engines")
+            raise ConfigError("--gpus", gpus, f"the engines alone need {served}", "raise it, or plan fewer engines")
         shares = 2 if fixed.critic_ranks else 1  # a separate critic takes as many as the policy
         values = merge(values, {"cluster": {"trainer_ranks": (gpus - served) // shares}})
     return build(values)
@@ -169,10 +169,10 @@ def describe_found(found: Sequence[FittingLayout], gpu: str) -> Group:
     parts = ", ".join(f"{name} {spent:.1f}" for name, spent in best.training.items() if spent >= 0.05)
     return Group(
         table,
-        Text(f"reckoned with {gpu}, when all responses are as long as they may be; seconds compare layouts, and were "
-             "compared with no GPU (docs/planning.md)"),
+        Text(f"estimated for {gpu}, with all responses of maximal length; the seconds are for comparing layouts, and "
+             "are not validated on GPUs (docs/planning.md)"),
         Text(f"training of 1, in seconds: {parts}"),
-        *(Text(f"remark on 1: {said}", style="yellow") for said in best.plan.remarks),
+        *(Text(f"remark on 1: {remark}", style="yellow") for remark in best.plan.remarks),
         Text("\nSettings of 1, for RUN.yaml:\n", style="bold"),
         Text(as_yaml(best.settings)),
         Text("or as flags:\n", style="bold"),

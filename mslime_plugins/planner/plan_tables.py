@@ -61,9 +61,9 @@ def _overview(plan: RunPlan) -> Table:
         [
             ("model", f"{plan.model}, {plan.parameters / 1e9:.2f} B parameters, {model.num_layers} layers{experts}"),
             ("trainer", f"{plan.trainer_gpus} GPUs, {plan.layout.describe()}"),
-            *([("critic", f"{plan.trainer_gpus} GPUs of its own")] if plan.critic_stages else []),
+            *([("critic", f"{plan.trainer_gpus} separate GPUs")] if plan.critic_stages else []),
             ("engines", _engines(plan)),
-            ("machines", f"{plan.nodes}, each GPU with {plan.gpu_bytes / GIB:.1f} GiB that can be used"),
+            ("machines", f"{plan.nodes}, each GPU with {plan.gpu_bytes / GIB:.1f} usable GiB"),
         ],
     )
 
@@ -84,7 +84,7 @@ def _phases(plan: RunPlan) -> Table:
         verdict, whose = plan.phase_verdict(phase), ", a teacher's" if phase.server == "teacher" else ""
         table.add_row(
             phase.phase + whose, str(phase.stage), _gib(phase.trainer), _gib(phase.engine), _gib(phase.total),
-            Text("all, as SGLang's cache takes what is left") if phase.phase == "generate"
+            Text("all: SGLang's cache uses the rest") if phase.phase == "generate"
             else share_of(phase.total / plan.gpu_bytes, verdict),
         )  # fmt: skip
     return table
@@ -138,23 +138,23 @@ def _balance(plan: RunPlan) -> Table:
     ]
     if any(stage.adapters for stage in plan.stages):
         trained = [stage.trained / 1e6 for stage in plan.stages]
-        rows.append(("trained of them", f"{_range(trained, '.2f')} M beside these, in adapters"))
+        rows.append(("trained of them", f"{_range(trained, '.2f')} M in addition, in adapters"))
     if len(layers) > 1:
-        rows.append(("work of a token", f"{_range(work, '.2f')} of the mean stage, attention scores left out"))
+        rows.append(("work of a token", f"{_range(work, '.2f')} of the mean stage, without attention scores"))
     if plan.experts_per_rank:
         rows.append(
             (
                 "experts of a rank",
-                f"{plan.experts_per_rank}, {plan.layout.edp} replica(s); the fullest rank is given "
-                f"{EXPERT_IMBALANCE:g} times the mean tokens",
+                f"{plan.experts_per_rank}, {plan.layout.edp} replica(s); the fullest rank gets {EXPERT_IMBALANCE:g} "
+                "times the mean tokens",
             )
         )
     rows += [
-        ("sequences of a rank", f"{_range((few, many), 'd')} an optimizer step"),
-        ("micro-batches", f"at most {plan.micro_batches} when all are as long as they may be"),
+        ("sequences of a rank", f"{_range((few, many), 'd')} per optimizer step"),
+        ("micro-batches", f"at most {plan.micro_batches}, if all sequences have maximal length"),
     ]
     if plan.layout.pp > 1:
-        rows.append(("pipeline bubble", f"{plan.bubble:.0%} of a step with that many"))
+        rows.append(("pipeline bubble", f"{plan.bubble:.0%} of a step with this number"))
     if plan.host.total:
         parts = (
             ("the optimizer", plan.host.optimizer),
@@ -163,12 +163,12 @@ def _balance(plan: RunPlan) -> Table:
             ("the shards of a step", plan.host.shards),
             ("an offloaded trainer", plan.host.offloaded),
             ("an offloaded teacher", plan.host.teacher),
-            ("a checkpoint on its way", plan.host.checkpoint),
+            ("a checkpoint being written", plan.host.checkpoint),
         )
         whose = ", ".join(f"{_gib(size)} for {name}" for name, size in parts if size)
-        of = f", {plan.host_share:.0%} of what a run can use" if plan.host_usable else ""
-        told = "" if (verdict := verdict_of(plan.host_share)) == "fits" else f" ({verdict})"
-        rows.append(("host memory", f"{_gib(plan.host.total)} GiB of a trainer machine{of}{told}: {whose}"))
+        of = f", {plan.host_share:.0%} of usable memory" if plan.host_usable else ""
+        note = "" if (verdict := verdict_of(plan.host_share)) == "fits" else f" ({verdict})"
+        rows.append(("host memory", f"{_gib(plan.host.total)} GiB of a trainer machine{of}{note}: {whose}"))
     return facts_table("Balance", rows)
 
 
@@ -182,9 +182,9 @@ def _engine(plan: RunPlan) -> Table:
         ("outside", f"{_gib(engine.runtime)} GiB, {_gib(engine.bucket)} of it for {sent} of the weight update"),
     ]
     if engine.adapters:
-        rows.insert(1, ("adapters", f"{_mib(engine.adapters)} MiB of adapters served at once"))
+        rows.insert(1, ("adapters", f"{_mib(engine.adapters)} MiB for all adapters served at once"))
     if engine.state:
-        per_request = f"{engine.state_bytes / 2**20:.0f} MiB a request"
+        per_request = f"{engine.state_bytes / 2**20:.0f} MiB per request"
         rows.insert(2, ("linear attention", f"{_gib(engine.state)} GiB of states, {per_request}"))
     return facts_table("Engine: one GPU", rows)
 
@@ -192,14 +192,14 @@ def _engine(plan: RunPlan) -> Table:
 def _rollouts(found: RolloutBytes) -> Table:
     rows = [("tokens of a step", f"at most {found.tokens:,}, in {found.responses:,} responses")]
     if found.support_ids:
-        how = f"{found.support_ids:,.0f} are counted, there are at most {found.most_ids:,}"
-        rows.append(("ids that a token is drawn from", how))
+        how = f"{found.support_ids:,.0f} assumed, at most {found.most_ids:,}"
+        rows.append(("candidate ids per token", how))
     rows += [
-        ("answers of the engines", _of_parts(found.answers)),
+        ("replies of the engines", _of_parts(found.answers)),
         ("held by the rollout managers", _of_parts(found.held)),
         ("in Ray's store", _of_parts(found.store)),
     ]
-    return facts_table("Rollouts, when all responses are as long as they may be", rows)
+    return facts_table("Rollouts, with all responses of maximal length", rows)
 
 
 def _disk(plan: RunPlan) -> Table:
@@ -207,16 +207,19 @@ def _disk(plan: RunPlan) -> Table:
     parts = (("weights", saved.weights), ("main weights", saved.main), ("moments", saved.moments))
     of = ", ".join(f"{_gib(size)} of {name}" for name, size in parts if size)
     often = f", every {saved.every} steps" if saved.every else ", after the last step"
-    share = f" of some {plan.seconds['step']:.0f} s each: {plan.save_share:.1%} on top" if plan.save_share else ""
+    share = f" of about {plan.seconds['step']:.0f} s each: {plan.save_share:.1%} overhead" if plan.save_share else ""
     many, export = saved.exports
-    ever = f", and {saved.for_ever} that are kept for ever" if saved.for_ever else ""
+    ever = f", and {saved.for_ever} kept forever" if saved.for_ever else ""
     rows = [
         ("a checkpoint", f"{_gib(saved.checkpoint)} GiB of all ranks: {of}"),
-        ("written in", f"{saved.seconds:,.1f} s at {plan.rates.directory / 1e9:g} GB/s, all waiting{often}{share}"),
-        ("at once", f"at most {saved.at_once}, with the one that is being written{ever}"),
+        (
+            "written in",
+            f"{saved.seconds:,.1f} s at {plan.rates.directory / 1e9:g} GB/s, while all ranks wait{often}{share}",
+        ),
+        ("at once", f"at most {saved.at_once}, including the one being written{ever}"),
         *([("exports", f"{many} of {_gib(export)} GiB")] if many else []),
         *([("weight sync", f"{_gib(saved.sync)} GiB in weights.directory: all weights twice")] if saved.sync else []),
-        ("in all", f"at most {_gib(saved.total)} GiB; responses and logs come on top"),
+        ("in total", f"at most {_gib(saved.total)} GiB, besides responses and logs"),
     ]
     return facts_table("Disk", rows)
 
@@ -245,13 +248,13 @@ def _sync(plan: RunPlan) -> Table:
     return facts_table(
         "Weight sync",
         [
-            ("goes by", plan.transport),
+            ("transport", plan.transport),
             ("gathered by senders", f"{_gib(gathered)} GiB{from_others}"),
             (f"sent by {count} ranks", f"at most {_gib(max(s.sent for s in plan.syncs))} GiB each"),
-            ("for a sender, by another rank", f"at most {_gib(max(s.contributed for s in plan.syncs))} GiB"),
+            ("to a sender, by another rank", f"at most {_gib(max(s.contributed for s in plan.syncs))} GiB"),
             ("to every engine GPU", f"{_gib(plan.sync_bytes)} GiB in {sum(s.buckets for s in plan.syncs)} buckets"),
             *(
-                [("into every engine machine", f"{_gib(plan.sync_bytes)} GiB, and as much out of it to the next")]
+                [("into every engine machine", f"{_gib(plan.sync_bytes)} GiB, and as much from it to the next")]
                 if traits_of(plan.transport).joins_engines
                 else []
             ),
@@ -263,8 +266,8 @@ def _sync(plan: RunPlan) -> Table:
 def _bound(plan: RunPlan) -> list[tuple[str, str]]:
     if not traits_of(plan.transport).passes_on:
         over = f" over {plan.rates.network / 1e9:g} GB/s for each GPU's adapter"
-        told = over if traits_of(plan.transport).way in ("network", "adapters") else f" (s: {_seconds(plan.bounds)})"
-        return [("at least", f"{plan.sync_seconds:.1f} s{told}")]
+        parts = over if traits_of(plan.transport).way in ("network", "adapters") else f" (s: {_seconds(plan.bounds)})"
+        return [("at least", f"{plan.sync_seconds:.1f} s{parts}")]
     lanes = lane_bytes(plan.syncs, plan.near_ranks, plan.sent_share)
     used, fullest = f"{len(lanes)} of the {plan.near_ranks} ranks of an engine on a machine", _gib(max(lanes.values()))
     return [
@@ -283,7 +286,7 @@ def _verdict(plan: RunPlan) -> Text:
         free += f", in phase {plan.fullest_phase}" if plan.fullest_phase else ", of the critic's"
     if plan.verdict == "tight":
         host = f", {1 - plan.host_share:.0%} of a machine's memory" if verdict_of(plan.host_share) == "tight" else ""
-        rule = f"above {TIGHT:.0%} the plan may be wrong by as much as is left"
+        rule = f"above {TIGHT:.0%} the plan's error may exceed the free memory"
         return Text(f"\ntight: {free}{host}; {rule}", style="bold yellow")
     if plan.verdict == "fits":
         return Text(f"\nfits: {free}", style="bold green")

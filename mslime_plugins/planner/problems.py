@@ -55,7 +55,7 @@ def phase_problems(tp: int, ranks: int, taking_turns: tuple[PhaseMemory, ...], g
         Problem(
             f"shared GPU of stage {phase.stage}, phase {phase.phase}", phase.total, gpu_bytes,
             "the engine's weights" if phase.engine > phase.trainer else "the trainer's state",
-            f"raise sglang.tp_size ({tp}), or share the trainer's state over more ranks: cluster.trainer_ranks "
+            f"raise sglang.tp_size ({tp}), or divide the trainer's state over more ranks: cluster.trainer_ranks "
             f"({ranks}) or the sizes under megatron.*",
         )
         for phase in taking_turns
@@ -81,9 +81,9 @@ def host_problems(
         less = {
             "sync": f"set weights.transport other than {spec.weights.transport}",
             "optimizer": f"lower megatron.optimizer_offload_fraction ({offloaded_share(spec.megatron.extra):g})",
-            "copies": "do without algorithm.kl_coef or model.teacher_path",
+            "copies": "remove algorithm.kl_coef or model.teacher_path",
             "offloaded": "set cluster.offload_to: disk",
-            "teacher": "give the teacher GPUs of its own (teacher.placement: separate)",
+            "teacher": "give the teacher its own GPUs (teacher.placement: separate)",
             "checkpoint": "raise megatron.tensor_model_parallel_size, or keep Adam's moments in float32 or bfloat16",
             "shards": f"lower rollout.groups_per_step ({settings.groups_per_step})",
         }[component]
@@ -92,8 +92,8 @@ def host_problems(
         component, groups = rollouts.held.largest, f"lower rollout.groups_per_step ({settings.groups_per_step})"
         less = {
             "columns": groups,
-            "routes": f"{groups}, or do without routes: train.replay r2 or off",
-            "supports": f"{groups}, or draw from fewer ids: rollout.top_p ({settings.top_p:g}), top_k "
+            "routes": f"{groups}, or replay no engine routes: train.replay r2 or off",
+            "supports": f"{groups}, or sample from fewer ids: rollout.top_p ({settings.top_p:g}), top_k "
             f"({settings.top_k}), min_p ({settings.min_p:g})",
         }[component]
         needs = rollouts.held.total + rollouts.store.total
@@ -125,7 +125,7 @@ def _hint(spec: PolicySpec, component: str) -> str:
     full = "set megatron.recompute_granularity: full" if m.recompute_granularity != "full" else ""
     tokens = f"lower train.max_tokens_per_micro_batch ({spec.train.max_tokens_per_micro_batch})"
     sharing = "set megatron.use_distributed_optimizer" if not m.use_distributed_optimizer else (
-        f"share it over more data-parallel ranks: raise cluster.trainer_ranks ({layout.world_size})"
+        f"divide it over more data-parallel ranks: raise cluster.trainer_ranks ({layout.world_size})"
     )  # fmt: skip
     return {
         "weights": grid,
@@ -160,8 +160,8 @@ def engine_problems(
                 engine.weights + longest * engine.token_bytes + engine.runtime,
                 gpu_bytes,
                 component,
-                f"raise {section}.tp_size ({settings.tp_size}) or {section}.mem_fraction_static: "
-                f"the cache has room for {engine.tokens:,} tokens, and one response may have {longest:,}",
+                f"raise {section}.tp_size ({settings.tp_size}) or {section}.mem_fraction_static: the cache holds "
+                f"{engine.tokens:,} tokens, and one response may have {longest:,}",
             )
         )
     if engine.runtime < engine.bucket + RUNTIME_BYTES:

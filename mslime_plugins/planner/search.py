@@ -149,17 +149,17 @@ class Search:
         cluster = {name: value for name, value in kept.get("cluster", {}).items() if name not in apart}
         config = build({**kept, "cluster": cluster, "sglang": engine_settings(self.values)})
         if config.train.task != "rl":
-            raise ConfigError("--search", config.train.task, "is for runs with engines (train.task: rl)",
+            raise ConfigError("--search", config.train.task, "needs a run with engines (train.task: rl)",
                               "plan a supervised run without --search")  # fmt: skip
         if config.sglang.urls:
-            raise ConfigError("--search", config.sglang.urls[0], "engines of yours have their layout already",
+            raise ConfigError("--search", config.sglang.urls[0], "attached engines have a fixed layout",
                               "remove sglang.urls")  # fmt: skip
         if config.sglang.pairs is not None:
-            raise ConfigError("--search", config.sglang.pairs, "how fast a pair generates is not predicted",
+            raise ConfigError("--search", config.sglang.pairs, "the speed of pairs is not estimated",
                               "remove sglang.pairs for the search")  # fmt: skip
         if config.has_critic or config.teacher.serves:
-            raise ConfigError("--search", "a critic or a teacher", "only policy and engines are searched",
-                              "plan without --search, or leave critic and teacher out")  # fmt: skip
+            raise ConfigError("--search", "a critic or a teacher", "only layouts of policy and engines are searched",
+                              "plan without --search, or remove critic and teacher")  # fmt: skip
         return together(config)
 
     @cached_property
@@ -415,7 +415,7 @@ def search(
     """
     wanted = Search(values, gpus, hf_config, gpu)
     if nominal(wanted.gpu) is None:
-        raise ConfigError("--gpu", gpu, "this GPU is not known", f"name one of {', '.join(GPUS)}")
+        raise ConfigError("--gpu", gpu, "unknown GPU", f"choose one of {', '.join(GPUS)}")
     found: list[FittingLayout] = []
     refused: UserError | None = None
     for each in wanted.weighed()[: TRIED * top]:
@@ -444,13 +444,13 @@ def _planned(each: _Weighed, plan: RunPlan) -> FittingLayout:
 def _nothing(wanted: Search, refused: UserError | None) -> NothingFits:
     """The error, with the nearest miss as the distance to a fit."""
     if refused is not None:
-        told = f"every layout that fits is refused: {refused.field} = {refused.value!r}: {refused.rule}"
+        rule = f"every layout that fits is invalid: {refused.field} = {refused.value!r}: {refused.rule}"
         hint = refused.hint
     elif wanted.missed and min(wanted.missed)[0] > 1:
-        share, what = min(wanted.missed)
-        told = f"no layout fits; the nearest, {what}, needs {share:.0%} of a GPU for the trainer"
-        hint = "give it more GPUs, GPUs with more memory, or lower train.max_tokens_per_micro_batch"
+        share, nearest = min(wanted.missed)
+        rule = f"no layout fits; the nearest, {nearest}, needs {share:.0%} of a GPU for the trainer"
+        hint = "use more GPUs, GPUs with more memory, or lower train.max_tokens_per_micro_batch"
     else:
-        told = "no layout fits: engines have no room for the weights and one response, or nothing divides the GPUs"
-        hint = "give it more GPUs, lower rollout.max_response_tokens, or unset sizes of megatron.* and sglang.*"
-    return NothingFits("--gpus", wanted.gpus, told, hint)
+        rule = "no layout fits: engines have no room for the weights and one response, or no layout divides the GPUs"
+        hint = "use more GPUs, lower rollout.max_response_tokens, or remove sizes of megatron.* and sglang.*"
+    return NothingFits("--gpus", wanted.gpus, rule, hint)

@@ -193,7 +193,7 @@ def test_an_exported_adapter_is_read_by_peft_and_started_from(
     peft_model(tiny_qwen3_moe, targets, LORA, factors)  # every name is one of peft's, in its shape
     again = config_of(tiny_qwen3_moe, tmp_path, {**LORA, "init": str(out)}, pp=2)
     assert max((a - found[0]).abs().max() for a in run_trainers(start_from, again)) < 2e-5
-    with pytest.raises(RankFailed, match="set lora.rank to what the adapter has"):
+    with pytest.raises(RankFailed, match="set lora.rank to the adapter's value"):
         run_trainers(start_from, config_of(tiny_qwen3_moe, tmp_path, {"rank": 8, "alpha": 6, "init": str(out)}))
 
 

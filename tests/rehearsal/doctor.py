@@ -22,7 +22,7 @@ from mslime_plugins.doctor.gpus import see_gpus
 from tests.fixtures.fake_nvml import FakeNvml
 from tests.rehearsal.outcomes import Check, attempt, finish, options, true
 
-BROKE = "could not be examined"
+BROKE = "the check failed"
 SLOW = ("speed", "collectives")
 """Checks whose figures are those of the machine that rehearses."""
 

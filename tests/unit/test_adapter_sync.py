@@ -65,12 +65,12 @@ def version(number: int) -> AdapterVersion:
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"lora": {"sync": "adapter"}}, "lora.sync = 'adapter': adapters are off"),
+        ({"lora": {"sync": "adapter"}}, "lora.sync = 'adapter': has no effect with lora.rank: 0"),
         ({"rollout": {"pause_mode": "retract", "max_staleness": 1}}, "rollout.pause_mode = 'retract'"),
         ({"weights": {"transport": "disk"}}, "weights.transport = 'disk'"),
         ({"sglang": {"tp_size": 2, "ep_size": 2}}, "sglang.ep_size = 2"),
-        ({"sglang": {"max_loaded_loras": 9}}, "sglang.max_loaded_loras = 9: it follows"),
-        ({"sglang": {"quantization": "fp8"}}, "sglang.quantization = 'fp8': it was never run"),
+        ({"sglang": {"max_loaded_loras": 9}}, "sglang.max_loaded_loras = 9: mslime sets it"),
+        ({"sglang": {"quantization": "fp8"}}, "sglang.quantization = 'fp8': not tested"),
         ({"cluster": {"placement": "colocated"}}, "cluster.placement = 'colocated'"),
     ],
     ids=str,
@@ -102,13 +102,13 @@ def adapters(model: str, *targets: str) -> Any:
 @pytest.mark.parametrize(
     ("model", "targets", "words"),
     [
-        ("deepseek-v3", (), "never run with adapters of DeepseekV3ForCausalLM"),
-        ("qwen3-30B-A3B", ("q_proj", "o_proj"), "no adapter on q_proj without one on v_proj"),
-        ("qwen3-30B-A3B", ("k_proj",), "no adapter on k_proj without one on q_proj"),
-        ("qwen3-30B-A3B", ("v_proj",), "no adapter on v_proj without one on q_proj"),
-        ("qwen3-30B-A3B", ("gate_proj", "up_proj"), "no adapter on gate_proj without one on down_proj"),
-        ("qwen3-30B-A3B", ("down_proj",), "no adapter on down_proj without one on gate_proj"),
-        ("qwen3-4B", ("up_proj",), "no adapter on up_proj without one on gate_proj"),
+        ("deepseek-v3", (), "not tested with adapters of DeepseekV3ForCausalLM"),
+        ("qwen3-30B-A3B", ("q_proj", "o_proj"), "an adapter on q_proj without one on v_proj"),
+        ("qwen3-30B-A3B", ("k_proj",), "an adapter on k_proj without one on q_proj"),
+        ("qwen3-30B-A3B", ("v_proj",), "an adapter on v_proj without one on q_proj"),
+        ("qwen3-30B-A3B", ("gate_proj", "up_proj"), "an adapter on gate_proj without one on down_proj"),
+        ("qwen3-30B-A3B", ("down_proj",), "an adapter on down_proj without one on gate_proj"),
+        ("qwen3-4B", ("up_proj",), "an adapter on up_proj without one on gate_proj"),
     ],
     ids=str,
 )

@@ -136,9 +136,9 @@ def test_an_error_of_the_function_after_a_reply_is_its_own() -> None:
 
 
 @pytest.mark.parametrize(("server", "field", "rule"), [
-    ({"host": "10.1.2.3"}, "rollout.server.token", "would be reached by others"),
-    ({"host": "0.0.0.0", "token": "env:T"}, "rollout.server.host", "no address under which agents find"),
-    ({"token": " "}, "rollout.server.token", "not empty"),
+    ({"host": "10.1.2.3"}, "rollout.server.token", "10.1.2.3"),
+    ({"host": "0.0.0.0", "token": "env:T"}, "rollout.server.host", "not an address"),
+    ({"token": " "}, "rollout.server.token", "must not be empty"),
     ({"port": 70000}, "rollout.server.port", "65535"),
 ])  # fmt: skip
 def test_a_server_that_others_could_reach_needs_a_token(server: dict[str, object], field: str, rule: str) -> None:

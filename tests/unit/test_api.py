@@ -65,12 +65,12 @@ def test_mistakes_are_raised_with_a_way_out(tmp_path: Path) -> None:
     for settings, sections, field, hint in (
         (("train.lrr=1",), {}, "train.lrr", "did you mean 'lr'"),
         (("train.lr",), {}, "settings", "train.lr=1e-6"),
-        ((), {"train": {"num_steps": 0}}, "train.num_steps", "it takes"),
+        ((), {"train": {"num_steps": 0}}, "train.num_steps", "expected"),
     ):
         with pytest.raises(mslime.UserError) as caught:
             mslime.load_config(told, *settings, **sections)
         assert caught.value.field == field and hint in caught.value.hint
-    with pytest.raises(mslime.UserError, match="holds a config"):
+    with pytest.raises(mslime.UserError, match="config.json"):
         mslime.train(told)
 
 
@@ -92,7 +92,7 @@ def test_a_second_run_in_one_process_is_refused(tmp_path: Path) -> None:
     with control_run._ONE_AT_A_TIME, pytest.raises(mslime.UserError, match="another run is active in this process"):
         mslime.train(values(tmp_path))
     for _ in range(2):  # and is free again, whatever the one before came to
-        with pytest.raises(mslime.UserError, match="holds a config"):
+        with pytest.raises(mslime.UserError, match="config.json"):
             mslime.train(values(tmp_path))
 
 

@@ -100,7 +100,7 @@ TEACHES = {"rollout": {"temperature": 1.0}, "algorithm": {"opd_coef": 0.1}}
 
 
 @pytest.mark.parametrize(("engine", "told"), [
-    ({"tp_size": 16}, r"sglang.tp_size = 16: .*16 GPUs on its machine, and a machine has 8.*sglang.nnodes: 2"),
+    ({"tp_size": 16}, r"sglang.tp_size = 16: .*16 GPUs on its machine, but a machine has 8.*sglang.nnodes: 2"),
     ({"tp_size": 32, "nnodes": 2}, r"16 GPUs on each of its 2 machines.*sglang.nnodes: 4"),
     ({"tp_size": 16, "nnodes": 3}, r"sglang.nnodes.*16 GPUs.*equally"),
 ])  # fmt: skip
@@ -152,7 +152,7 @@ def test_nccl_settings_follow_the_flags_with_which_sglang_overrules_them(flag: s
 
 
 def test_a_variable_that_engines_would_overrule_is_refused() -> None:
-    with pytest.raises(ConfigError, match="trainer and engines disagree"):
+    with pytest.raises(ConfigError, match="the trainer has another value"):
         run({"device": "cuda", "env": {"NCCL_NVLS_ENABLE": "0"}}, sglang={"enable_nccl_nvls": True})
     found = environment_of(run({"device": "cuda", "env": {"NCCL_CUMEM_ENABLE": "1"}}))
     assert found["NCCL_CUMEM_ENABLE"] == "1"
@@ -164,7 +164,7 @@ def test_a_variable_that_engines_would_overrule_is_refused() -> None:
 @pytest.mark.parametrize("derived", [{"softmax_type": "learnable"}, {"window_size": (127, 0)}])
 def test_sinks_and_windows_are_not_shared_out_in_a_ring_on_gpus(derived: dict[str, Any]) -> None:
     fields = {"num_layers": 4, **derived}
-    with pytest.raises(ConfigError, match="cannot be shared out in a ring"):
+    with pytest.raises(ConfigError, match="ring attention"):
         check_model(MegatronConfig(context_parallel_size=2), "cuda", fields)
     check_model(MegatronConfig.model_validate({"context_parallel_size": 2, "cp_comm_type": "a2a"}), "cuda", fields)
     check_model(MegatronConfig(context_parallel_size=2), "cpu", fields)

@@ -245,7 +245,7 @@ def test_senseless_settings_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize(("setting", "value", "said"), [
     ("--rollout.dynamic-filter", "zero_varianc", "did you mean 'zero_variance'?"),
-    ("--rollout.dynamic-filter", "3", "takes: none, zero_variance or text"),
+    ("--rollout.dynamic-filter", "3", "expected: none, zero_variance or text"),
     ("--rollout.function", "single_turns", "did you mean 'single_turn'?"),
     ("--weights.transport", "shmm", "did you mean 'shm'?"),
     ("--algorithm.loss", "pp o", "module:function"),
@@ -285,7 +285,7 @@ def test_uneven_stages_hold_every_layer_once_in_order(layers: int, sizes: tuple[
     (61, (1, 1, None, 5), "num_layers_in_last_pipeline_stage", "only one pipeline stage"),
     (8, (2, 1, 9, None), "pipeline_model_parallel_size", "9 in the first stage"),
     (61, (2, 2, 31, None), "virtual_pipeline_model_parallel_size", "one holds 31"),
-    (12, (2, 2, 4, 8), "num_layers_in_last_pipeline_stage", "divides by the stages between"),
+    (12, (2, 2, 4, 8), "num_layers_in_last_pipeline_stage", "needs stages between"),
 ])  # fmt: skip
 def test_layers_that_stages_cannot_share_are_refused_with_a_way_out(
     layers: int, sizes: tuple[int, int, int, int], field: str, words: str

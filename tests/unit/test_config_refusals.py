@@ -67,22 +67,22 @@ MAPPING = "write a mapping of its settings"
     ({"data": {"eval_sets": [5]}}, "data.eval_sets.0", MAPPING),
     ({"adapters": ["x"]}, "adapters.0", MAPPING),
     (of_adapter(reward={"parts": [5]}), "adapters.two.reward.parts.0", MAPPING),
-    (of_adapter(rollout=5), "adapters.two.rollout", "name one of them, for example "
+    (of_adapter(rollout=5), "adapters.two.rollout", "set one of its settings, for example "
      "adapters.two.rollout.groups_per_step or --adapters.two.rollout.groups-per-step"),
-    (of_adapter(algorithm={"topr": "x"}), "adapters.two.algorithm.topr", "name one of them, for example "
+    (of_adapter(algorithm={"topr": "x"}), "adapters.two.algorithm.topr", "set one of its settings, for example "
      "adapters.two.algorithm.topr.level or --adapters.two.algorithm.topr.level"),
     ({"adapters": [{"weight": 1}]}, "adapters.0.name", "add it to the file\n"),
     ({"data": {"eval_sets": [{"path": "x"}]}}, "data.eval_sets.0.name", "add it to the file\n"),
     ({"": 5}, "''", "known keys here: adapters"), ({"rollout": {"": 5}}, "rollout.''", "known keys here: atropos"),
     ({"reward": {"parts": [{"name": "a", "http": {"url": 5}}]}}, "reward.parts.0.http.url",
-     "it takes: text or list of text or null"),
-    ({"reward": {"parts": [{"name": "a", "weight": "x"}]}}, "reward.parts.0.weight", "it takes: number"),
+     "expected: text or list of text or null"),
+    ({"reward": {"parts": [{"name": "a", "weight": "x"}]}}, "reward.parts.0.weight", "expected: number"),
     ({"reward": {"parts": [{"name": "a", "wieght": 1}]}}, "reward.parts.0.wieght", "did you mean 'weight'?"),
     (of_adapter(algorithm={"topr": {"levl": 1}}), "adapters.two.algorithm.topr.levl", "did you mean 'level'?"),
-    ({"cluster": {"env": {"A": [1]}}}, "cluster.env.A", "it takes: mapping"),
-    ({"algorithm": {"correction": {"level": "tokn"}}}, "algorithm.correction.level", "it takes: token, segment,"),
-    ({"sglang": {"api_key": 12345}}, "sglang.api_key", "it takes: text or null"),
-    ({"model": {"path": "m", "teacher_path": [1]}}, "model.teacher_path", "it takes: path or null"),
+    ({"cluster": {"env": {"A": [1]}}}, "cluster.env.A", "expected: mapping"),
+    ({"algorithm": {"correction": {"level": "tokn"}}}, "algorithm.correction.level", "expected: token, segment,"),
+    ({"sglang": {"api_key": 12345}}, "sglang.api_key", "expected: text or null"),
+    ({"model": {"path": "m", "teacher_path": [1]}}, "model.teacher_path", "expected: path or null"),
     ({"rollout": {"dynamic_filter": "zerovariance"}}, "rollout.dynamic_filter", "did you mean 'zero_variance'?"),
     ({"reward": {"kind": "exakt"}}, "reward.kind", "did you mean 'exact'?"),
 ])  # fmt: skip
@@ -108,7 +108,7 @@ def test_a_correction_may_be_named_in_one_word() -> None:
         assert build(values).algorithm.correction.preset == "mis"
     named = with_setting("algorithm", {"loss": "dppo_tv", "correction": "icepop"})
     assert build(named).algorithm.correction.preset == "icepop"
-    with pytest.raises(ConfigError, match="known presets"):
+    with pytest.raises(ConfigError, match="unknown preset"):
         build(with_setting("algorithm.correction", "tsi"))
 
 
@@ -146,11 +146,11 @@ def test_merge_keys_are_read_as_pyyaml_reads_them(text: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("model: {path: a}\nmodel: {path: b}\n", "stands twice"), ("model: {path: a, path: b}\n", "stands twice"),
-    ("1: x\n", "is no text"), ("model: {path: a, 3: b}\n", "is no text"), ("a: \x00\n", "not valid YAML"),
+    ("model: {path: a}\nmodel: {path: b}\n", "appears twice"), ("model: {path: a, path: b}\n", "appears twice"),
+    ("1: x\n", "is not text"), ("model: {path: a, 3: b}\n", "is not text"), ("a: \x00\n", "not valid YAML"),
     ("[" * 5000, "not valid YAML"), ("a: !!python/object:os.system x\n", "not valid YAML"),
     ("a: &a [*a]\nb: *c\n", "not valid YAML"), ("a: &a [*a]\n", "recursive"), ("a: &a {b: *a}\n", "recursive"),
-    ("? [1, 2]\n: 3\n", "is no text"),
+    ("? [1, 2]\n: 3\n", "is not text"),
 ])  # fmt: skip
 def test_yaml_that_means_two_things_or_nothing_is_refused_with_its_line(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match="f.yaml") as caught:
@@ -160,7 +160,7 @@ def test_yaml_that_means_two_things_or_nothing_is_refused_with_its_line(text: st
 
 def test_two_files_joined_by_a_comma_are_two_files(tmp_path: Path) -> None:
     (one := tmp_path / "a.yaml").write_text("model: {path: x}\n")
-    with pytest.raises(ConfigError, match="a run has one file"):
+    with pytest.raises(ConfigError, match="one configuration file"):
         read_yaml(Path(f"{one},{one}"))
 
 
@@ -183,7 +183,7 @@ def test_a_file_that_cannot_be_there_is_refused(name: str) -> None:
 
 def test_what_is_required_is_asked_for_by_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--model.path", "m"]) == 2
-    assert "give --data.prompts" in capsys.readouterr().err
+    assert "--data.prompts" in capsys.readouterr().err
 
 
 _ODD: list[Any] = [

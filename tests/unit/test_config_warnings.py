@@ -51,7 +51,7 @@ def test_usual_runs_are_not_warned_of(algorithm: dict[str, Any], staleness: int,
     ({"kl_coef": 0.1, "kl_in": "reward", "kl_unbiased": True}, 0, 1, "nothing is differentiated"),
     ({"loss": "sapo", "clip_dual": 3.0, "correction": {"preset": "bypass"}}, 2, 1, "clip_dual has no effect"),
     ({"kimi": {"tau": 1.0}}, 0, 1, "algorithm.kimi has no effect"),
-    ({"loss": "gspo", "loss_aggregation": "token"}, 0, 4, "once a token"),
+    ({"loss": "gspo", "loss_aggregation": "token"}, 0, 4, "once per token"),
 ])  # fmt: skip
 def test_what_means_nothing_is_warned_of_with_the_reason(
     algorithm: dict[str, Any], staleness: int, steps: int, said: str
@@ -66,10 +66,10 @@ def test_what_means_nothing_is_warned_of_with_the_reason(
         ({"algorithm": {"gamma": 0.99}}, "algorithm.gamma has no effect"),
         ({"algorithm": {"advantage": "reinforce_pp", "gae_lambda": 0.9}}, "algorithm.gae_lambda has no effect"),
         ({"algorithm": {"advantage": "rloo", "normalise_std": False}}, "algorithm.normalise_std has no effect"),
-        ({"algorithm": {"advantage": "reinforce_pp", "whiten": False}}, "every response is made more likely"),
+        ({"algorithm": {"advantage": "reinforce_pp", "whiten": False}}, "every response becomes more likely"),
         (
             {"algorithm": {"advantage": "gae"}, "rollout": {"dynamic_filter": "zero_variance"}},
-            "zero_variance with gae: groups of equal rewards teach here too",
+            "zero_variance with gae: groups of equal rewards",
         ),
         (
             {
@@ -91,10 +91,10 @@ def test_what_means_nothing_is_warned_of_with_the_reason(
         ({"algorithm": {"correction": {"preset": "tis", "old_weight": 0.5}}}, "no token is too old"),
         ({"algorithm": {"correction": {"preset": "none", "normalise": True}}}, "every weight is 1"),
         ({"weights": {"transport": "shm", "directory": "there"}}, "weights.directory has no effect"),
-        ({"weights": {"transport": "disk"}, "sglang": {"urls": ["http://a:1"]}}, "is refused when the run meets it"),
-        ({"weights": {"transport": "delta"}, "sglang": {"urls": ["http://a:1"]}}, "is refused when the run meets it"),
+        ({"weights": {"transport": "disk"}, "sglang": {"urls": ["http://a:1"]}}, "is rejected"),
+        ({"weights": {"transport": "delta"}, "sglang": {"urls": ["http://a:1"]}}, "is rejected"),
         ({"weights": {"transport": "relay"}, "sglang": {"urls": ["http://a:1"]}}, "engine_plugin/path_entry"),
-        ({"weights": {"transport": "delta", "loader": "model"}}, "all of every bucket will be sent"),
+        ({"weights": {"transport": "delta", "loader": "model"}}, "every bucket will be sent"),
         ({"weights": {"delta_over": "broadcast"}}, "weights.delta_over has no effect"),
         (
             {"cluster": {"placement": "colocated", "restarts": 2}, "weights": {"transport": "shm"}},
@@ -109,7 +109,7 @@ def test_what_means_nothing_is_warned_of_with_the_reason(
             },
             "weights.directory has no effect",
         ),
-        ({"weights": {"transport": "mooncake"}, "sglang": {"urls": ["http://a:1"]}}, "is refused when the run meets"),
+        ({"weights": {"transport": "mooncake"}, "sglang": {"urls": ["http://a:1"]}}, "is rejected"),
         (
             {"weights": {"transport": "delta", "delta_over": "broadcast", "directory": "there"}},
             "weights.directory has no effect: weights.delta_over is broadcast",
@@ -150,7 +150,7 @@ def test_the_same_settings_where_they_act_are_not_warned_of(sections: dict[str, 
 
 def test_a_filter_that_drops_every_group_of_one_is_refused() -> None:
     one = {"group_size": 1, "dynamic_filter": "zero_variance"}
-    assert "no step would ever fill" in refused(algorithm={"advantage": "reinforce_pp"}, rollout=one).rule
+    assert "no step would be complete" in refused(algorithm={"advantage": "reinforce_pp"}, rollout=one).rule
 
 
 @pytest.mark.parametrize("loss", [name for name, loss in POLICY_LOSSES.items() if not loss.unbounded])

@@ -130,7 +130,7 @@ def test_corrections_that_are_known_to_be_right_keep_the_contract(preset: str) -
     (check_loss, f"{HERE}:own_sum", "depends on which rank holds which tokens"),
     (check_loss, f"{HERE}:sometimes_sums", "a real run would hang"),
     (check_loss, f"{HERE}:constant", "gradient 0"),
-    (check_loss, f"{HERE}:random_loss", "another loss for the same tokens"),
+    (check_loss, f"{HERE}:random_loss", "different losses for the same tokens"),
     (check_loss, f"{HERE}:not_finite", "not finite"),
     (check_loss, f"{USER}:summed", "one number for each token"),
     (check_loss, f"{HERE}:looks_at_what_is_trained", "raised RuntimeError: max"),
@@ -138,10 +138,10 @@ def test_corrections_that_are_known_to_be_right_keep_the_contract(preset: str) -
     (check_loss, f"{HERE}:hides_its_loss", r"returned loss of shape \(\)"),
     (check_loss, f"{HERE}:one_number", "x = 0.5 instead of a tensor"),
     (check_correction, f"{HERE}:stale_mean", "depends on which sequences share"),
-    (check_advantage, f"{HERE}:in_place", "changes the rewards"),
+    (check_advantage, f"{HERE}:in_place", "changes its input"),
     (check_advantage, f"{USER}:too_few", r"shape \(31,\) for 32 rollouts"),
-    (check_filter, f"{HERE}:drops_all", "refuses each of: mixed rewards, all 1, all 0"),
-    (check_hook, f"{USER}:tells_text", "not an object of names and numbers"),
+    (check_filter, f"{HERE}:drops_all", "drops all of: mixed rewards, all 1, all 0"),
+    (check_hook, f"{USER}:tells_text", "not a mapping of names to numbers"),
 ])  # fmt: skip
 def test_each_way_to_break_a_contract_is_found(check, function: str, said: str, monkeypatch) -> None:
     monkeypatch.setattr("mslime.checks.contracts.MEET_S", 1.0)
@@ -194,4 +194,4 @@ def test_the_command_tries_what_the_settings_name(tmp_path: Path, capsys: pytest
     assert all(part in said for part in ("context-parallel", "user/tokens_per_response", "interruptedit"))
     assert main([*base, *own, "--algorithm.advantage", f"{HERE}:in_place"]) == 2
     streams = capsys.readouterr()
-    assert "FAILED" in streams.out and "1 of 4 functions break" in streams.err
+    assert "FAILED" in streams.out and "1 of 4 functions violate" in streams.err

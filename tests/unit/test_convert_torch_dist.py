@@ -114,7 +114,7 @@ def test_a_box_outside_the_tensor_is_another_model(tmp_path: Path) -> None:
 
 def test_chunks_that_leave_a_hole_are_noticed(tmp_path: Path) -> None:
     holed = {offsets: chunk for offsets, chunk in GRID.items() if offsets != (2, 5)}
-    with pytest.raises(CheckpointError, match="must fill the shape"):
+    with pytest.raises(CheckpointError, match="do not fill the shape"):
         DistCheckpoint(write_chunks(tmp_path / "hole", holed, (6, 10)))
     doubled = {**holed, (2, 4): WHOLE[2:4, 4:9]}
     checkpoint = DistCheckpoint(write_chunks(tmp_path / "twice", doubled, (6, 10)))
@@ -184,7 +184,7 @@ def test_metadata_of_a_python_that_writes_enums_as_calls_is_read(written_by_torc
 
 
 class _Asks:
-    """For an attribute of a class of the format that is no member of an enum."""
+    """For an attribute of a class of the format that is not a member of an enum."""
 
     def __init__(self, of: type, name: str) -> None:
         self._of, self._name = of, name
@@ -198,7 +198,7 @@ class _Asks:
 )
 def test_getattr_in_metadata_reaches_members_of_enums_alone(written_by_torch: Path, of: type, name: str) -> None:
     (written_by_torch / METADATA).write_bytes(pickle.dumps(_Asks(of, name)))
-    with pytest.raises(CheckpointError, match=f"asks for '{name}'.*no member of an enum"):
+    with pytest.raises(CheckpointError, match=f"asks for '{name}'.*not a member of an enum"):
         DistCheckpoint(written_by_torch)
 
 
@@ -237,7 +237,7 @@ def _without_storage(metadata: Any) -> None:
     [
         (_told(relative_path="x" * 300), "File name too long"), (_told(relative_path="../secret"), "outside"),
         (_told(relative_path="/etc/hostname"), "outside"), (_told(offset=None), "AttributeError"),
-        (_told(length="x"), "TypeError"), (_without_storage, "no place on disk"),
+        (_told(length="x"), "TypeError"), (_without_storage, "no location on disk"),
     ],
 )  # fmt: skip
 def test_metadata_that_sends_readers_elsewhere_is_refused(

@@ -185,7 +185,7 @@ def test_check_shows_the_first_prompt_as_the_model_sees_it_with_counts(
 
 @pytest.mark.parametrize(("template", "said"), [
     (None, "no chat template"),
-    ("{% for m in messages %}<{{ m['role'] }}>{% endfor %}", "does not write the user's text"),
+    ("{% for m in messages %}<{{ m['role'] }}>{% endfor %}", "omits the user's text"),
     ("{{ messages[0]['content'] + 3 }}", "cannot render"), ("{{ messages[0].nope.nope }}", "cannot render"),
     ("{{ raise_exception('only system') }}", "only system"),
 ])  # fmt: skip
@@ -263,7 +263,7 @@ def test_only_what_may_be_a_name_on_the_hub_is_fetched_from_there(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     assert hub_download(Path("owner/name")) == (
-        "fetch it first: hf download owner/name --local-dir name", Path("name"))  # fmt: skip
+        "download it first: hf download owner/name --local-dir name", Path("name"))  # fmt: skip
     assert [hub_download(Path(p))[0] for p in ("/name", "mine/name", "name", "a/b/c")] == [""] * 4
 
 

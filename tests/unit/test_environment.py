@@ -47,7 +47,7 @@ def test_the_environment_names_what_a_gpu_run_stands_on() -> None:
 
 @pytest.mark.parametrize(("driver", "fails", "says"), [
     (None, {}, "no NVIDIA driver"),
-    ("550.54.15", {}, "550.54.15, and CUDA 13 needs 580"),
+    ("550.54.15", {}, "550.54.15, but CUDA 13 needs 580"),
     ("580.65.06", {"is_available": "AssertionError"}, "torch sees no GPU"),
     ("580.65.06", {"transformer_engine": "FileNotFoundError: no torch lib"}, "FileNotFoundError: no torch lib"),
 ])  # fmt: skip

@@ -265,11 +265,11 @@ def test_a_template_that_rewrites_replies_is_refused():
 
 
 @pytest.mark.parametrize(("rollout", "field", "rule"), [
-    ({"environment": "a:B"}, "rollout.environment", "goes together with rollout.function: environment"),
-    ({"function": "environment"}, "rollout.environment", "goes together"),
+    ({"environment": "a:B"}, "rollout.environment", "rollout.function: environment"),
+    ({"function": "environment"}, "rollout.environment", "must be set together"),
     ({"function": "environment", "environment": "a.B"}, "rollout.environment", "module:function"),
-    ({"environment_options": {"size": 3}}, "rollout.environment_options", "has no class to go to"),
-    ({"environment_credit": "steps", "advantage": "rloo"}, "rollout.environment_credit", "reads rewards of whole"),
+    ({"environment_options": {"size": 3}}, "rollout.environment_options", "without rollout.environment"),
+    ({"environment_credit": "steps", "advantage": "rloo"}, "rollout.environment_credit", "rewards of whole"),
 ])  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(rollout: dict[str, Any], field: str, rule: str):
     algorithm = {"advantage": rollout.pop("advantage", "grpo")}

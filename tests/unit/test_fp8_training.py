@@ -60,7 +60,7 @@ def test_without_it_nothing_is_multiplied_in_fp8() -> None:
     [
         ({"cluster": {"device": "cpu"}}, "needs CUDA kernels.*remove train.fp8"),
         ({"megatron": {"params_dtype": "float32"}}, "params_dtype: bfloat16"),
-        ({"lora": {"rank": 4}}, "adapters are not built.*lora.rank"),
+        ({"lora": {"rank": 4}}, "not supported with adapters.*lora.rank"),
         (
             {"cluster": {"placement": "colocated"}, "weights": {"transport": "shm"}, "rollout": {"max_staleness": 0}},
             "placement: separate",

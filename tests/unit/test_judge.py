@@ -169,17 +169,17 @@ def test_a_silent_judge_is_given_up_after_its_limit():
 
 
 @pytest.mark.parametrize(("judge", "field", "rule"), [
-    ({}, "judge.url", "goes together with reward.kind: judge"),
-    ({"url": []}, "judge.url", "goes together"),
+    ({}, "judge.url", "must be set together with reward.kind: judge"),
+    ({"url": []}, "judge.url", "must be set together"),
     ({"url": ["http://a", "b:80"]}, "judge.url", "is not a URL"),
-    ({"template": None}, "judge.template", "needs a question"),
-    ({"template": "Is {label} right?"}, "judge.template", "does not show the response"),
-    ({"pattern": None}, "judge.pattern", "one of them is needed"),
-    ({"field": "score"}, "judge.pattern", "one of them is needed"),
-    ({"pattern": "("}, "judge.pattern", "is no regular expression"),
+    ({"template": None}, "judge.template", "needs a template"),
+    ({"template": "Is {label} right?"}, "judge.template", "{response}"),
+    ({"pattern": None}, "judge.pattern", "exactly one"),
+    ({"field": "score"}, "judge.pattern", "exactly one"),
+    ({"pattern": "("}, "judge.pattern", "regular expression"),
     ({"pattern": "Score"}, "judge.pattern", "has no group"),
-    ({"range": [1, 0]}, "judge.range", "lowest number, then the highest"),
-    ({"options": {"n": 2}}, "judge.options", "are set by mslime"),
+    ({"range": [1, 0]}, "judge.range", "lowest, highest"),
+    ({"options": {"n": 2}}, "judge.options", "mslime sets"),
     ({"auth_env": "my token"}, "judge.auth_env", "name of an environment variable"),
 ])  # fmt: skip
 def test_settings_that_cannot_work_are_refused(judge: dict[str, Any], field: str, rule: str):

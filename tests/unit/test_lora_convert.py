@@ -117,7 +117,7 @@ def test_ends_of_names_that_would_mean_more_are_written_whole(models: dict[str, 
     ("qwen3-moe", {"targets": ["q_prj"]}, "did you mean 'q_proj'|q_proj"),
     ("qwen3-moe", {"targets": ["lm_head"]}, "the output layer"),
     ("qwen3-moe", {"targets": ["*.mlp.gate"]}, "routers"),
-    ("qwen3-moe", {"targets": ["*.experts.3.up_proj"]}, "all have an adapter, or none has"),
+    ("qwen3-moe", {"targets": ["*.experts.3.up_proj"]}, "all experts of a layer"),
     ("qwen3-moe", {"targets": ["mlp"]}, "none of these layers"),
     ("gpt-oss", {}, "all experts of a layer in one tensor"),
     ("qwen3-next", {"targets": ["in_proj_qkvz"]}, "delta-net"),
@@ -188,7 +188,7 @@ def test_an_adapter_of_another_model_is_not_merged(models: dict[str, Path], tmp_
     ("change", "words"),
     [
         ({"use_dora": True}, "use_dora"), ({"peft_type": "IA3"}, "must be LORA"), ({"bias": "all"}, "biases"),
-        ({"rank_pattern": {"q_proj": 2}}, "one rank"), ({"modules_to_save": ["lm_head"]}, "whole modules"),
+        ({"rank_pattern": {"q_proj": 2}}, "ranks"), ({"modules_to_save": ["lm_head"]}, "whole modules"),
         ({"r": 0}, "must be LORA with a rank"), ({"lora_alpha": "x"}, "alpha"),
     ],
     ids=str,
@@ -279,7 +279,7 @@ def test_a_shared_adapter_is_of_this_model_whole_and_said_to_be_shared(models: d
         AdapterFile.open(tmp_path / "single").check(adapters_of(model, **SHARED))
     fewer = {name: tensor[:4].clone() if tensor.ndim == 3 else tensor for name, tensor in factors.items()}
     save_file(fewer, tmp_path / "adapter" / WEIGHTS)
-    with pytest.raises(CheckpointError, match=r"4 experts(?s:.*)the model has \S*experts.4."):
+    with pytest.raises(CheckpointError, match=r"4 experts(?s:.*)the model also has \S*experts.4."):
         MergeLora(model, tmp_path / "adapter")
     name = next(name for name, tensor in factors.items() if len(tensor) > 1 and tensor.ndim == 3)
     save_file(factors | {name: factors[name][:3].clone()}, tmp_path / "adapter" / WEIGHTS)
@@ -293,7 +293,7 @@ def test_an_adapter_to_start_from_has_the_settings_of_the_run(models: dict[str, 
     file.check(adapters_of(models["qwen3-moe"]))
     for lora, words in (
         ({"rank": 8}, "lora.rank is 8"), ({"alpha": 7}, "lora.alpha is 7"), ({"rs_lora": True}, "lora.rs_lora is True"),
-        ({"targets": ["attention"]}, "does not name its layer"),
+        ({"targets": ["attention"]}, "excludes its layer"),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=words):
             file.check(adapters_of(models["qwen3-moe"], **lora))

@@ -26,8 +26,8 @@ from mslime.config.resolved import ModelSpec  # noqa: E402
 @pytest.mark.parametrize(("sections", "words"), [
     ({"lora": {"rank": 4, "dropout": 0.1}}, "lora.dropout = 0.1: must be 0"),
     ({"lora": {"rank": 4, "use_dora": True}}, "lora.use_dora = True: DoRA"),
-    ({"lora": {"init": "there"}}, "lora.init = 'there': adapters are off"),
-    ({"lora": {"experts": "shared_outer"}}, "lora.experts = 'shared_outer': adapters are off"),
+    ({"lora": {"init": "there"}}, "lora.init = 'there': has no effect with lora.rank: 0"),
+    ({"lora": {"experts": "shared_outer"}}, "lora.experts = 'shared_outer': has no effect with lora.rank: 0"),
     ({"lora": {"rank": 4, "experts": "shared"}}, "lora.experts"),
     ({"lora": {"rank": 4}, "megatron": {"moe_shared_expert_overlap": True}}, "moe_shared_expert_overlap"),
     ({"lora": {"rank": 4, "targets": []}}, "lora.targets"),

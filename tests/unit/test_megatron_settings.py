@@ -98,7 +98,7 @@ def test_sizes_that_do_not_divide_the_model_are_refused_with_their_field() -> No
 
 
 def test_a_flag_that_contradicts_the_checkpoint_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"megatron\.hidden_size = 128.*says 64"):
+    with pytest.raises(ConfigError, match=r"megatron\.hidden_size = 128.*has 64"):
         built(megatron={"hidden_size": 128})
 
 

@@ -318,7 +318,7 @@ def test_a_function_that_spins_is_killed_and_its_worker_replaced():
         ("tests.unit.no_such_module:score", "cannot be imported"),
         (f"{USER}:lenght", "no function 'lenght'\n  hint: did you mean 'length'"),
         (f"{USER}:NOT_A_FUNCTION", "no function 'NOT_A_FUNCTION'"),
-        ("length", "named `module:function`"),
+        ("length", "`module:function`"),
     ],
 )
 async def test_a_function_that_cannot_be_found_is_known_before_generation(function: str, message: str):

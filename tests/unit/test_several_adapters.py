@@ -120,7 +120,7 @@ def test_rules_hold_for_each_adapter_and_not_for_what_all_of_them_override() -> 
         ({"train": {"lr": -1}}, "adapters.x.train.lr = -1: .*greater than 0\n.*number > 0"),
         ({"rollout": {"group_size": 1}}, "adapters.x.rollout.group_size = 1: grpo compares"),
         ({"algorithm": {"advantage": "gae"}}, "adapters.x.algorithm.advantage = 'gae': "),
-        ({"lora": {"rank": 0}}, "adapters.x: lora.sync = 'adapter': adapters are off"),
+        ({"lora": {"rank": 0}}, "adapters.x: lora.sync = 'adapter': has no effect with lora.rank: 0"),
         ({"lora": {"experts": "shared_outer"}}, "adapters.x.lora.experts = 'shared_outer': engines read"),
         ({"rollout": {"function": "atropos"}, "reward": {}}, "adapters.x.*atropos"),
         ({"rollout": {"server": {"port": 9000}}}, "adapters.x: rollout.server.port = 9000: every adapter"),
@@ -128,8 +128,8 @@ def test_rules_hold_for_each_adapter_and_not_for_what_all_of_them_override() -> 
         ({"observe": {"wandb_project": "p"}}, "adapters.x.observe.wandb_project = 'p': one process"),
         ({"nonsense": 1}, "adapters.x.nonsense = 1: unknown key"),
         ({"weight": 0}, "adapters.x.weight = 0: .*greater than 0"),
-        ({"name": "x.y"}, "adapters.name = 'x.y': must have no dot"),
-        ({"name": "other"}, "adapters.name = 'other': two adapters have it"),
+        ({"name": "x.y"}, "adapters.name = 'x.y': must not contain a dot"),
+        ({"name": "other"}, "adapters.name = 'other': two adapters have this name"),
         ({"name": "a/b"}, "adapters.a/b.name = 'a/b': must be the name of one directory"),
     ],
     ids=str,
@@ -170,7 +170,7 @@ def counting(kinds: str | list[str], together: bool | None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"lora": {"rank": 4}}, "lora.sync = 'merged': engines hold several"),
+        ({"lora": {"rank": 4}}, "lora.sync = 'merged': several adapters"),
         ({"train": {"task": "sft"}}, "train.task = 'sft': supervised training has one"),
         ({"cluster": {"placement": "colocated"}}, "cluster.placement = 'colocated'"),
         ({"rollout": {"managers": 2}, "sglang": {"num_engines": 2}}, "rollout.managers = 2: one rollout service"),
@@ -222,7 +222,10 @@ def test_flags_change_one_adapter_or_all() -> None:
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--adapters.mathes.train.lr=1", "adapters.mathes = .*there are the adapters maths, code_v2(?s:.*)'maths'"),
+        (
+            "--adapters.mathes.train.lr=1",
+            "adapters.mathes = .*must name an adapter of the run .maths, code_v2.(?s:.*)'maths'",
+        ),
         ("--adapters.maths.train.lrr=1", "adapters.maths.train.lrr = 1: unknown key"),
         ("--adapters.maths=1", "adapters.maths = 1"),
         ("--adapters.maths.sglang.tp-size=2", "adapters.maths.sglang = .*belongs to the base"),
@@ -235,7 +238,7 @@ def test_a_flag_for_an_adapter_that_is_none_is_refused(flag: str, words: str) ->
 
 def test_what_is_done_for_one_adapter_says_which_file_to_give() -> None:
     with pytest.raises(
-        ConfigError, match="adapters = 'maths, code-v2': mslime eval is for one(?s:.*)maths/config.yaml"
+        ConfigError, match="adapters = 'maths, code-v2': mslime eval supports one(?s:.*)maths/config.yaml"
     ):
         config().refuse_several("mslime eval")
     config().adapter_runs["maths"].refuse_several("mslime eval")

@@ -331,7 +331,7 @@ def test_check_refuses_rows_and_settings_by_name(check: Check, tmp_path: Path, m
     template = tmp_path / "tokenizer"
     (inner := load_tokenizer(model)._inner).chat_template = MARKED.replace("{{ m.content }}", "")
     inner.save_pretrained(template)
-    assert "does not write the user's text" in check(short, *messages, "--model.tokenizer-path", str(template))[1]
+    assert "omits the user's text" in check(short, *messages, "--model.tokenizer-path", str(template))[1]
 
 
 GLM = (

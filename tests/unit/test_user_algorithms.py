@@ -95,7 +95,7 @@ def test_what_an_advantage_does_wrong_is_named(function: str, said: str) -> None
         ({"loss": "a:b:c"}, "or `module:function`"),
         ({"advantage": "grppo"}, "did you mean 'grpo'"),
         ({"correction": {"function": "a:b", "preset": "tis"}}, "algorithm.correction.preset"),
-        ({"correction": {"function": "a:b", "high": 2.0}}, r"(?s)algorithm.correction.high.*no effect beside function"),
+        ({"correction": {"function": "a:b", "high": 2.0}}, r"(?s)algorithm.correction.high.*no effect with function"),
         ({"correction": {"function": "nothing"}}, "`module:function`"),
     ],
 )

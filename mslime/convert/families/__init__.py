@@ -37,7 +37,7 @@ def get_family(hf_config: Mapping[str, object]) -> Family:
     architecture = next(iter(as_list(named) or ()), None)
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise refused(
-            "architectures", named, f"supported architectures are {', '.join(sorted(FAMILIES))}",
+            "architectures", named, f"not supported. Supported: {', '.join(sorted(FAMILIES))}",
             "use a supported model, or add its file to mslime/convert/families",
         )  # fmt: skip
     return FAMILIES[architecture]

@@ -214,8 +214,8 @@ class DeepseekV3(DeepseekV2):
         if fields and top_k // required_int(hf_config, "topk_group") != 2:
             raise refused(
                 "topk_group", hf_config.get("topk_group"),
-                f"megatron-core ranks groups by two experts only where topk_group is half of top-{top_k}",
-                "use a checkpoint with two experts a group, or with one group",
+                f"megatron-core ranks groups by two experts only if topk_group is half of top-{top_k}",
+                "use a checkpoint with two experts per group, or with one group",
             )  # fmt: skip
         return fields
 

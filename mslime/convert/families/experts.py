@@ -52,8 +52,8 @@ class Experts:
         """
         if self.normalised and self.top_k == 1:
             raise refused(
-                "num_experts_per_tok", 1, "the weight of one expert, normalised, is always 1: the router "
-                "would never learn", "use a checkpoint whose tokens visit more experts",
+                "num_experts_per_tok", 1, "the normalised weight of a single expert is always 1, so the router gets no "
+                "gradient", "use a checkpoint with more experts per token",
             )  # fmt: skip
         assert self.normalised or self.score == "softmax", "megatron-core normalises sigmoid scores"
         return {
@@ -109,7 +109,7 @@ def limited_groups(config: HFConfig) -> dict[str, object]:
     groups, chosen = required_int(config, "n_group"), required_int(config, "topk_group")
     experts, top_k = required_int(config, "n_routed_experts"), required_int(config, "num_experts_per_tok")
     if experts % groups or chosen > groups or top_k > experts // groups * chosen:
-        raise refused("n_group", groups, f"{chosen} of the groups must hold {top_k} of {experts} experts")
+        raise refused("n_group", groups, f"{chosen} of the groups must contain {top_k} of {experts} experts")
     return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen} if groups > 1 else {}
 
 

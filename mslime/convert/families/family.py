@@ -169,12 +169,12 @@ def refuse_unread(family: Family, hf_config: HFConfig, ignored: Collection[str] 
     unread = _unread(family, hf_config, ignored)
     if unread:
         names = ", ".join(unread)
-        what = "this setting does" if len(unread) == 1 else "these settings do"
+        subject = "this field is" if len(unread) == 1 else "these fields are"
         raise refused(
             names, next(iter(unread.values())) if len(unread) == 1 else unread,
-            f"mslime does not know what {what} to {family.architecture}",
-            f"if it changes nothing in the forward pass, set model.ignored_config_fields: [{names}] (or, when "
-            "converting, --ignore-field for each); else add it to the family's file in mslime/convert/families",
+            f"{subject} unknown for {family.architecture}",
+            f"if the forward pass does not depend on it, set model.ignored_config_fields: [{names}] (in a conversion, "
+            "--ignore-field for each); else add it to the family's file in mslime/convert/families",
         )  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def refuse_unless(config: HFConfig, name: str, allowed: Iterable[object]) -> Non
     choices = tuple(allowed)
     if name in config and config[name] not in choices:
         raise refused(
-            name, config[name], f"mslime builds this family with {choices[-1]!r} only",
+            name, config[name], f"only {choices[-1]!r} is supported for this family",
             "use another checkpoint, or add the setting to the family's file in mslime/convert/families",
         )  # fmt: skip
 
@@ -302,16 +302,16 @@ def rotary(
     section.pop("type", None)
     if kind not in kinds or kind not in _ROTARY_SETTINGS:
         raise refused(
-            "rope_scaling.rope_type", kind, f"mslime builds this family with {', '.join(sorted(kinds))} only",
-            "use the checkpoint without context extension",
+            "rope_scaling.rope_type", kind, f"only {', '.join(sorted(kinds))} is supported for this family",
+            "use a checkpoint without context extension",
         )  # fmt: skip
     merged = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if config.get(name) is not None}
     merged |= {name: section.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in section}
     settings = {name: value for name, value in section.items() if value is not None}
     for name in settings.keys() - _ROTARY_SETTINGS[kind]:
         raise refused(
-            f"rope_scaling.{name}", settings[name], f"nothing reads this setting of {kind!r}",
-            "use the checkpoint without context extension",
+            f"rope_scaling.{name}", settings[name], f"unknown setting of {kind!r}",
+            "use a checkpoint without context extension",
         )  # fmt: skip
     if "partial_rotary_factor" in merged:
         percent = required_number(merged, "partial_rotary_factor")
@@ -332,7 +332,7 @@ def llama3_factor(rope: Rotary) -> float | None:
     for name, built in _LLAMA3_CONSTANTS.items():
         if rope.settings.get(name) != built:
             raise refused(
-                f"rope_scaling.{name}", rope.settings.get(name), f"megatron-core builds {built} only",
+                f"rope_scaling.{name}", rope.settings.get(name), f"megatron-core supports {built} only",
                 "use a checkpoint with Llama 3.1's constants",
             )  # fmt: skip
     return required_number(rope.settings, "factor")

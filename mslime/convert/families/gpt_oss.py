@@ -27,7 +27,7 @@ from mslime.convert.tensor_layouts import Column, InterleavedGatedMLP, Replicate
 _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
-_NO_ETP = "megatron-core shares out no experts that have biases"
+_NO_ETP = "megatron-core does not divide experts with biases"
 
 
 class GptOss(Decoder):
@@ -37,8 +37,8 @@ class GptOss(Decoder):
     support = Support(
         ("gpt-oss-20b", "gpt-oss-120b"),
         renderers=("harmony",),
-        not_served="SGLang 0.5.23's attention for CPUs takes no sinks",
-        notes=(f"Expert tensor parallelism is refused: {_NO_ETP}.",),
+        not_served="SGLang 0.5.23's attention for CPUs does not support sinks",
+        notes=(f"Expert tensor parallelism is not supported: {_NO_ETP}.",),
     )
     rope_kinds = ("yarn",)
     rope_base = 150000.0
@@ -109,7 +109,7 @@ def _windows(config: HFConfig, layers: int) -> dict[str, object]:
     types = as_list(config.get("layer_types")) or ["sliding_attention", "full_attention"] * layers
     types = types[:layers]
     if len(types) < layers or set(types) - {"sliding_attention", "full_attention"}:
-        raise refused("layer_types", types, f"names {layers} layers, each sliding_attention or full_attention")
+        raise refused("layer_types", types, f"must list {layers} layers, each sliding_attention or full_attention")
     window = required_int(config, "sliding_window")
     return {
         "window_size": (window - 1, 0),

@@ -35,7 +35,7 @@ class MiniMaxM2(Decoder):
             if hf_config.get(name) is None:
                 raise refused(
                     name, None, "SGLang 0.5.23 computes another model without it",
-                    "copy it from the published config.json; transformers can drop it when it saves",
+                    "copy it from the published config.json; transformers may drop it when saving",
                 )  # fmt: skip
 
     def experts(self, hf_config: HFConfig) -> Experts:

@@ -18,7 +18,7 @@ class Olmoe(Decoder):
     support = Support(
         ("OLMoE-1B-7B",),
         largest_engine_tp=1,  # SGLang's joint norms of queries and keys are computed per rank
-        notes=("An engine is one GPU: SGLang 0.5.23 does not share out this family's query and key norms.",),
+        notes=("An engine has one GPU: SGLang 0.5.23 does not divide this family's query and key norms.",),
     )
 
     def attention(self, hf_config: HFConfig) -> Attention:

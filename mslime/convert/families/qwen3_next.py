@@ -50,8 +50,8 @@ from mslime.convert.tensor_layouts import (
     Shape,
 )
 
-NOT_SERVED = "SGLang 0.5.23 runs gated delta-nets on CPUs with sgl-kernel only, of which there is no CPU package"
-_NO_CP = "megatron-core's gated delta-net layer has none"
+NOT_SERVED = "SGLang 0.5.23 needs sgl-kernel for gated delta-nets on CPUs, and it has no CPU package"
+_NO_CP = "megatron-core's gated delta-net layer does not support it"
 FLOAT32_PARAMETERS = (".self_attention.A_log", ".self_attention.out_norm.weight")
 """Name endings of parameters that stay in float32 in a bfloat16 model, as in the published Qwen3.5."""
 _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -86,7 +86,7 @@ def linear_layers(config: HFConfig) -> tuple[int, ...]:
     if not known or (given and types != regular):
         raise refused(
             "layer_types", types,
-            f"names {layers} layers, each linear_attention or full_attention, by full_attention_interval",
+            f"must list {layers} layers, each linear_attention or full_attention, by full_attention_interval",
         )  # fmt: skip
     return tuple(layer for layer, kind in enumerate(types) if kind == "linear_attention")
 
@@ -125,7 +125,7 @@ class Qwen3Next(Decoder):
         ("Qwen3-Next-80B-A3B",),
         renderers=("qwen3",),
         not_served=NOT_SERVED,
-        notes=(f"Context parallelism is refused: {_NO_CP}.",),
+        notes=(f"Context parallelism is not supported: {_NO_CP}.",),
     )
     rope_kinds = ("default",)
     rope_base = 1e7
@@ -242,8 +242,8 @@ class Qwen35Moe(Family):
         renderers=("qwen3.5", "qwen3.6", "qwen3.8"),
         not_served=NOT_SERVED,
         notes=(
-            "Trained on text; what reads images is copied from the source checkpoint when exporting.",
-            "Qwen3.6's files, which stack the experts of the multi-token-prediction layer too, are refused.",
+            "Trained on text; the vision part is copied from the source checkpoint when exporting.",
+            "Qwen3.6's files, which also stack the experts of the multi-token-prediction layer, are not supported.",
             *Qwen3Next.support.notes,
         ),
     )
@@ -274,7 +274,7 @@ def _text_config(config: HFConfig) -> HFConfig:
     """Settings of the text part; the outer section defines whether embeddings are tied."""
     section, tied = _section(config, "text_config"), flag(config, "tie_word_embeddings", False)
     if flag(section, "tie_word_embeddings", tied) != tied:
-        raise refused("tie_word_embeddings", tied, "text_config has another value", "make the two agree")
+        raise refused("tie_word_embeddings", tied, "text_config has a different value", "set both to the same value")
     quantised = {name: config[name] for name in ("quantization_config",) if name in config}
     return section | {"tie_word_embeddings": tied} | quantised
 

@@ -48,7 +48,7 @@ def refuse_dense_layers_for_engine(hf_config: HFConfig, family: str) -> None:
         raise refused(
             "mlp_only_layers", [layer for layer in range(layers) if layer not in routed],
             f"SGLang 0.5.23 builds every {family} layer with experts and drops the weights of dense ones",
-            "train it with train.task: sft, or use a checkpoint whose layers all route",
+            "train it with train.task: sft, or use a checkpoint with experts in all layers",
         )  # fmt: skip
 
 
@@ -67,7 +67,9 @@ def moe_layer_ids(config: HFConfig) -> tuple[int, ...]:
     layers = range(required_int(config, "num_hidden_layers"))
     routed = tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
     if not routed:
-        raise refused("mlp_only_layers", dense, "at least one layer must route", "use the dense model's architecture")
+        raise refused(
+            "mlp_only_layers", dense, "at least one layer must have experts", "use the dense model's architecture"
+        )
     return routed
 
 

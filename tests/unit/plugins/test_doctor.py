@@ -78,7 +78,7 @@ def test_without_a_driver_or_the_library_it_is_said_which() -> None:
         raise ImportError("pynvml")
 
     assert see_gpus(missing) == ((), "nvidia-ml-py is not installed")
-    assert see_gpus(lambda: FakeNvml(driver=False)) == ((), "no NVIDIA driver answers (Driver Not Loaded)")
+    assert see_gpus(lambda: FakeNvml(driver=False)) == ((), "no NVIDIA driver responds (Driver Not Loaded)")
     assert see_gpus(lambda: FakeNvml(0)) == ((), "the NVIDIA driver shows no GPU")
     blind = Node(DoctorOptions(), (), "no NVIDIA driver answers")
     for check in (gpus.check_gpus, gpus.check_clocks, gpus.check_links):
@@ -97,13 +97,13 @@ def test_healthy_gpus_give_nothing_but_ok() -> None:
     (gpus.check_gpus, {"ecc": False}, "warn", "ECC is off on GPU 1"),
     (gpus.check_gpus, {"uncorrected": 3}, "fail", "uncorrected memory errors"),
     (gpus.check_gpus, {"remap_failed": True}, "fail", "could not be replaced, on GPU 1"),
-    (gpus.check_gpus, {"remap_pending": True}, "warn", "wait to be replaced on GPU 1"),
+    (gpus.check_gpus, {"remap_pending": True}, "warn", "to be replaced on GPU 1"),
     (gpus.check_gpus, {"mig": True}, "fail", "MIG is on for GPU 1"),
     (gpus.check_gpus, {"processes": (77,)}, "warn", "by processes 77"),
-    (gpus.check_gpus, {"used": 30 * GIB}, "warn", "up to 30.0 GiB, by processes that are not shown here"),
+    (gpus.check_gpus, {"used": 30 * GIB}, "warn", "up to 30.0 GiB, by processes that are not visible here"),
     (gpus.check_clocks, {"persistence": False}, "warn", "persistence mode is off on GPU 1"),
     (gpus.check_clocks, {"power_limit": 500.0}, "warn", "power limit 500 W on GPU 1, the default is 700 W"),
-    (gpus.check_clocks, {"slowed_by": ("heat",)}, "warn", "held down by heat on GPU 1"),
+    (gpus.check_clocks, {"slowed_by": ("heat",)}, "warn", "reduced by heat on GPU 1"),
     (gpus.check_clocks, {"temperature": 85}, "warn", "GPU 1 at 85 C before any work"),
     (gpus.check_links, {"links": 12}, "fail", "12 of 18 NVLinks are up on GPU 1"),
     (gpus.check_links, {"pcie_width": 8}, "warn", "PCIe has 8 of 16 lanes on GPU 1"),
@@ -126,9 +126,9 @@ def test_the_driver_is_compared_with_the_cuda_of_torch(monkeypatch: pytest.Monke
     assert pretend("580.65.06", 13000, "13.0").status == "ok"
     assert "CUDA 13 needs 580" in pretend("550.54", 13000, "13.0").found
     assert pretend("580.65.06", 12080, "13.0") == fail(
-        "torch is built for CUDA 13.0, the driver runs 12.8 at most", "update NVIDIA's driver"
+        "torch is built for CUDA 13.0, the driver supports at most 12.8", "update NVIDIA's driver"
     )
-    assert pretend("580.65.06", 13000, None).found == "torch is a build for CPU"
+    assert pretend("580.65.06", 13000, None).found == "torch is a CPU build"
     assert "CUDA_VISIBLE_DEVICES is ''" in pretend("580.65.06", 13000, "13.0", "RuntimeError: no GPU").found
     assert pretend(None, None, None).status == "cannot see"
     card = tmp_path / "sys/bus/pci/devices/0000:17:00.0"
@@ -136,7 +136,7 @@ def test_the_driver_is_compared_with_the_cuda_of_torch(monkeypatch: pytest.Monke
     (card / "vendor").write_text("0x10de\n")
     (card / "class").write_text("0x030200\n")
     lost = pretend(None, None, None)
-    assert (lost.status, lost.found) == ("fail", "1 NVIDIA GPUs are in the machine, and no driver is loaded")
+    assert (lost.status, lost.found) == ("fail", "the machine has 1 NVIDIA GPUs, but no driver is loaded")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def infiniband(root: Path, **ports: str) -> Path:
 def test_rdma_devices_are_counted_with_what_a_gpu_gets(tmp_path: Path) -> None:
     healthy = machine(root=infiniband(tmp_path / "a", mlx5_0="400", mlx5_1="400"))
     assert told(network_checks.check_infiniband(healthy)) == [
-        ("ok", "2 RDMA ports are up, 800 Gb/s together, 400 for each GPU")
+        ("ok", "2 RDMA ports are up, 800 Gb/s in total, 400 per GPU")
     ]
     lame = machine(root=infiniband(tmp_path / "b", mlx5_0="200", mlx5_1="down"))
     (tmp_path / "b/sys/module/nvidia_peermem").rmdir()
@@ -315,10 +315,10 @@ def test_an_import_that_fails_is_a_failure_and_an_optional_one_is_not(monkeypatc
     found = list(packages.check_packages(machine()))
     failed = [each.found for each in found if each.status == "fail"]
     assert failed == [
-        "transformer_engine.pytorch does not import (the trainer's layers and grouped experts): "
+        "transformer_engine.pytorch cannot be imported (the trainer's layers and grouped experts): "
         "ImportError: transformer_engine"
     ]
-    assert any(each.found.startswith("flash_attn is not there, and need not be") for each in found)
+    assert any(each.found.startswith("flash_attn is not installed") for each in found)
 
 
 def test_a_kernel_that_computes_something_else_is_a_failure() -> None:
@@ -352,7 +352,7 @@ def test_a_speed_is_held_against_the_nominal_one_and_the_slowest_gpu_is_named(
     got = list(speeds.speed_findings("products", "TFLOP/s", found, known.tflops, MATMUL))
     assert [each.status for each in got] == statuses
     if len(got) == 2:
-        assert got[1].found == "products: GPU 2 does 86% of the median"
+        assert got[1].found == "products: GPU 2 reaches 86% of the median"
     [unknown] = speeds.speed_findings("products", "TFLOP/s", [1.0, 1.0], None, MATMUL)
     assert unknown.status == "ok" and "no reference value" in unknown.found
 
@@ -383,7 +383,9 @@ def test_every_gpu_that_is_visible_is_measured(monkeypatch: pytest.MonkeyPatch) 
     asked.clear()
     assert [each.status for each in speeds.check_collectives(node)] == ["ok", "ok"]
     assert [(words[2], words[4], words[6]) for words in asked] == [(f"cuda:{i}", f"{i}", "3") for i in range(3)]
-    assert told(speeds.check_collectives(machine({}))) == [("cannot see", "one GPU: there is nothing to talk to")]
+    assert told(speeds.check_collectives(machine({}))) == [
+        ("cannot see", "one GPU: there are no collectives to measure")
+    ]
 
 
 @pytest.mark.slow
@@ -461,7 +463,7 @@ def test_a_check_that_breaks_is_a_failure_and_the_others_go_on() -> None:
 
     found = doctor_command.examine(HostCheck("bus", "", breaks), machine())
     assert [each.status for each in found.findings] == ["ok", "fail"]
-    assert found.findings[1].found == "could not be examined: OSError: the bus is gone"
+    assert found.findings[1].found == "the check failed: OSError: the bus is gone"
 
 
 @pytest.mark.parametrize(("findings", "plain", "strict"), [

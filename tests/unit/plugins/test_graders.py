@@ -145,8 +145,8 @@ def test_a_function_may_return_metrics_beside_its_reward():
 
 
 @pytest.mark.parametrize(("answer", "message"), [
-    ("keys", "keys score"), ("missing", "without the key 'reward'"), ("names", "named 'a/b'"), ("values", "a = nan"),
-    ("many", "returned 100 metrics"), ("list", "not an object of names"),
+    ("keys", "score besides"), ("missing", "without the key 'reward'"), ("names", "named 'a/b'"), ("values", "a = nan"),
+    ("many", "returned 100 metrics"), ("list", "not a mapping"),
 ])  # fmt: skip
 def test_metrics_that_cannot_be_logged_are_errors(answer: str, message: str):
     (error,) = scored({"kind": "custom", "function": f"{USER}:odd_answers"}, sample(answer))
@@ -334,17 +334,17 @@ def test_a_missing_token_is_known_before_generation(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("reward", "field", "rule"), [
-    ({"kind": "custom"}, "reward.function", "goes together with reward.kind: custom"),
-    ({"function": "a:b"}, "reward.function", "goes together"),
+    ({"kind": "custom"}, "reward.function", "must be set together with reward.kind: custom"),
+    ({"function": "a:b"}, "reward.function", "must be set together"),
     ({"kind": "custom", "function": "a.b"}, "reward.function", "module:function"),
-    ({"kind": "http"}, "reward.http.url", "goes together"),
+    ({"kind": "http"}, "reward.http.url", "must be set together"),
     ({"kind": "http", "http": {"url": "localhost:80"}}, "reward.http.url", "is not a URL"),
     ({"kind": "http", "http": {"url": "http://x", "auth_env": "my token!"}}, "reward.http.auth_env", "environment"),
-    ({"parts": [{"name": "a b"}]}, "reward.parts[0].name", "a name is letters"),
-    ({"parts": [{"name": "source"}]}, "reward.parts[0].name", "a name is letters"),
+    ({"parts": [{"name": "a b"}]}, "reward.parts[0].name", "must consist of"),
+    ({"parts": [{"name": "source"}]}, "reward.parts[0].name", "must consist of"),
     ({"parts": [{"name": "a"}, {"name": "a"}]}, "reward.parts[0].name", "two parts have this name"),
-    ({"kind": "math", "parts": [{"name": "a"}]}, "reward.kind", "parts define"),
-    ({"parts": [{"name": "a"}, {"name": "b", "kind": "custom"}]}, "reward.parts[1].function", "goes together"),
+    ({"kind": "math", "parts": [{"name": "a"}]}, "reward.kind", "no effect with parts"),
+    ({"parts": [{"name": "a"}, {"name": "b", "kind": "custom"}]}, "reward.parts[1].function", "must be set together"),
     ({"parts": [{"nam": "a"}]}, "reward.parts.0.nam", "unknown key"),
     ({"overlong": {"buffer_tokens": 1024}}, "reward.overlong.buffer_tokens", "must be below rollout.max_response"),
 ])  # fmt: skip
@@ -356,7 +356,7 @@ def test_rewards_that_make_no_sense_are_refused_by_field(reward: dict[str, Any],
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "a\nb", "x{y}"])
 def test_names_of_held_out_sets_that_cannot_be_metrics_are_refused(name: str):
     error = refused(data={"prompts": ["x"], "eval_sets": [{"name": name, "path": "x.jsonl"}]})
-    assert error.field == "data.eval_sets[0].name" and "a name is letters" in error.rule
+    assert error.field == "data.eval_sets[0].name" and "must consist of" in error.rule
 
 
 def test_the_reward_of_a_held_out_set_is_checked_like_the_runs():

@@ -220,12 +220,12 @@ def test_nothing_that_fits_is_said_with_the_nearest_miss(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "needs the size of the run"),
+        ([], "needs the number of GPUs"),
         (["--gpus", "8", "--top", "0"], "must be at least 1"),
-        (["--gpus", "8", "--gpu", "NVIDIA Z1"], "name one of NVIDIA B300"),
-        (["--gpus", "8", "--train.task", "sft"], "is for runs with engines"),
-        (["--gpus", "8", "--sglang.urls", "http://10.0.0.1:30000"], "have their layout already"),
-        (["--gpus", "8", "--algorithm.advantage", "gae"], "only policy and engines are searched"),
+        (["--gpus", "8", "--gpu", "NVIDIA Z1"], "one of NVIDIA B300"),
+        (["--gpus", "8", "--train.task", "sft"], "train.task: rl"),
+        (["--gpus", "8", "--sglang.urls", "http://10.0.0.1:30000"], "sglang.urls"),
+        (["--gpus", "8", "--algorithm.advantage", "gae"], "only layouts of policy and engines"),
     ],
 )
 def test_what_cannot_be_searched_is_a_mistake(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,7 +276,7 @@ def test_numbers_in_quotes_are_numbers() -> None:
 
 def test_a_refusal_of_all_layouts_names_the_setting() -> None:
     given = values("qwen3-4B", megatron={"sequence_parallel": False, "tensor_model_parallel_size": 2})
-    with pytest.raises(ConfigError, match="refused: megatron.sequence_parallel = False"):
+    with pytest.raises(ConfigError, match="is invalid: megatron.sequence_parallel = False"):
         found_by(given, 8, 80.0, 1)
 
 
