@@ -145,7 +145,7 @@ def test_a_function_may_return_metrics_beside_its_reward():
 
 
 @pytest.mark.parametrize(("answer", "message"), [
-    ("keys", "score besides"), ("missing", "without the key 'reward'"), ("names", "named 'a/b'"), ("values", "a = nan"),
+    ("keys", "keys score"), ("missing", "without the key 'reward'"), ("names", "named 'a/b'"), ("values", "a = nan"),
     ("many", "returned 100 metrics"), ("list", "not a mapping"),
 ])  # fmt: skip
 def test_metrics_that_cannot_be_logged_are_errors(answer: str, message: str):
