@@ -467,7 +467,7 @@ def _remarks(
     if idle and layout.world_size >= per_node:
         notes.append(f"{idle} GPUs of the last machines are not used")
     if without_engine:
-        notes.append(f"{without_engine} of the trainer's GPUs have no engine, and idle during generation")
+        notes.append(f"{without_engine} of the trainer's GPUs have no engine and are idle during generation")
     if saving:
         notes.append(f"a checkpoint takes {saving:,.0f} s, more than deadlines.checkpoint_s allows: raise it")
     return notes

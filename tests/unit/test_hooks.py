@@ -32,7 +32,7 @@ def test_a_hook_is_told_of_the_step_and_tells_metrics() -> None:
 
 @pytest.mark.parametrize(("function", "said"), [
     ("meddles", r"(?s)hooks.step.*raised TypeError.* for step 2 .*user_functions.py"),
-    ("tells_text", "returned metrics 'all is well', which are not an object"),
+    ("tells_text", "returned metrics 'all is well', which are not a mapping"),
     ("tells_of_kl", "not a finite number"),
 ])  # fmt: skip
 def test_a_hooks_mistakes_are_named(function: str, said: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from examples.navigation import make_task
-from examples.navigation.grid import MOVES, SIZE, Grid, distance, moved, told
+from examples.navigation.grid import MOVES, SIZE, Grid, distance, moved, text_of
 from mslime.checks.user_functions import check_environment, check_functions, run_functions
 from mslime.config.loader import build, read_yaml
 from mslime.data.source import Prompt
@@ -43,7 +43,7 @@ def test_a_demonstration_is_what_the_environment_would_say() -> None:
     for row in make_task.make_rows(7)["sft"][:200]:
         place, label = tuple(row["metadata"]["start"]), row["label"]
         for at in range(0, len(label), 5):
-            assert label[at : at + 4] == told(place)
+            assert label[at : at + 4] == text_of(place)
             place = moved(place, label[at + 4])
 
 

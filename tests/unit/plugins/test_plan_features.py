@@ -170,7 +170,7 @@ def test_a_phase_that_does_not_fit_is_named() -> None:
 
 def test_gpus_without_an_engine_are_remarked_upon() -> None:
     [remark] = plan_of("colocated", sglang={"num_engines": 1, "tp_size": 4}).remarks
-    assert remark.startswith("4 of the trainer's GPUs have no engine on them")
+    assert remark.startswith("4 of the trainer's GPUs have no engine")
 
 
 @pytest.mark.slow
