@@ -145,7 +145,7 @@ def assert_balanced(rows: Sequence[Mapping[str, Any]]) -> None:
 
 LISTENERS = {
     "mslime.backends.sglang": "SGLang over HTTP", "sglang::": "rendezvous of trainer",
-    "ray::": "Ray (GCS, raylet", "/ray/": "Ray (GCS, raylet", "mslime train": "orders to a training run",
+    "ray::": "Ray (GCS, raylet", "/ray/": "Ray (GCS, raylet", "mslime train": "control of a training run",
     "mslime serve": "`mslime serve`",
 }  # fmt: skip
 """Part of a command line -> the row of SECURITY.md that documents the addresses and clients of such a process."""

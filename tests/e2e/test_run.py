@@ -101,7 +101,7 @@ def check_logs(logs: Path, console: str) -> None:
     for rank in (0, 1):
         told_by_rank = told(f"trainer_rank{rank}.log", f"trainer {rank}")
         loads = [line.partition(" loaded by ")[2] for line in told_by_rank if line.startswith("http")]
-        assert loads == ["the model's own loader: the first time", "recorded copies"], "each once, not for every bucket"
+        assert loads == ["the model's own loader: first load", "recorded copies"], "each once, not for every bucket"
         lines = [line for line in told_by_rank if not line.startswith("http")]
         order = (
             "placed on", "starting at", "connecting to the other ranks", "building the model", "reading the weights of",

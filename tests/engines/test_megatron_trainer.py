@@ -169,7 +169,7 @@ def test_weights_that_are_not_finite_are_refused_by_file_and_name(
 
 def test_a_number_of_ranks_that_is_not_the_layouts_is_refused(tiny_qwen3_moe: Path) -> None:
     (error,) = run_ranks(refused, 1, tiny_qwen3_moe, Case(2))
-    assert isinstance(error, TrainerError) and "DP2 has 2" in error.rule
+    assert isinstance(error, TrainerError) and "DP2 needs 2" in error.rule
 
 
 def missing_rank(rank: int, world_size: int, init_method: str, checkpoint: Path) -> TrainerError:

@@ -245,7 +245,7 @@ def test_stop_ids_and_stop_strings_end_a_response(sglang_server: SharedServer) -
 
 
 def test_a_prompt_beyond_the_vocabulary_is_refused_before_it_kills_the_server(sglang_server: SharedServer) -> None:
-    with pytest.raises(EngineError, match="vocabulary of 320"):
+    with pytest.raises(EngineError, match="vocabulary of engine0 .320 ids"):
         generate(sglang_server, GenerateRequest("beyond", [1, 320], 5))
     with pytest.raises(EngineError, match="longer than the model's context"):
         generate(sglang_server, GenerateRequest("long", [1] * 3000, 5))
