@@ -26,14 +26,15 @@ class UserError(ValueError):
 
     Attributes:
         field: dotted path of the setting, or the file and line, that is wrong.
-        value: found there.
+        value: found there; None if it is missing, which the text leaves out.
         rule: condition that the value breaks.
         hint: one concrete remedy.
     """
 
     def __init__(self, field: str, value: object, rule: str, hint: str) -> None:
         self.field, self.value, self.rule, self.hint = field, value, rule, hint
-        super().__init__(f"{field} = {value!r}: {rule}\n  hint: {hint}")
+        found = field if value is None else f"{field} = {value!r}"
+        super().__init__(f"{found}: {rule}\n  hint: {hint}")
 
     @property
     def brief(self) -> str:

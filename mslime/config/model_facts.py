@@ -60,7 +60,7 @@ def read_hf_config(directory: Path) -> dict[str, object]:
             str(path),
             None,
             "no such file; a checkpoint directory must contain it",
-            _download_hint(directory) or "point model.path at a Hugging Face checkpoint",
+            _download_hint(directory) or "name the directory of a Hugging Face checkpoint",
         ) from error
     if not isinstance(parsed, dict):
         raise CheckpointError(

@@ -127,8 +127,9 @@ class HFCheckpoint:
             self.stored = read_header(directory / SINGLE_NAME)
         else:
             raise CheckpointError(
-                str(directory), None, f"has neither {SINGLE_NAME} nor {INDEX_NAME}",
-                "point model.path at a Hugging Face checkpoint with safetensors weights",
+                str(directory), None,
+                f"has neither {SINGLE_NAME} nor {INDEX_NAME}" if directory.is_dir() else "no such directory",
+                "name a Hugging Face checkpoint with safetensors weights",
             )  # fmt: skip
         self.quantisation: str | None = None
         self.joined: dict[str, JoinedWeight] = {}

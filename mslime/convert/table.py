@@ -263,7 +263,7 @@ class RuleTable:
             if self.untrained_names.get(name, "") not in {"", *present}:
                 continue  # published without this part, or removed by a tool: all or none
             if name not in shapes:
-                hint = "download the checkpoint again, or point model.path at a complete one"
+                hint = "download the checkpoint again, or use a complete one"
                 raise CheckpointError(f"{where}: {name}", None, "the tensor is missing",
                                       f"{nearest(name, shapes)} {hint}".lstrip())  # fmt: skip
             if tuple(shapes[name]) != shape:

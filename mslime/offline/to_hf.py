@@ -277,8 +277,10 @@ def side_files(checkpoint: Path, source: Path | None) -> Path:
         source: named by the user, if any.
 
     Raises:
-        CheckpointError: the model is unknown.
+        CheckpointError: there is no such checkpoint, or its model is unknown.
     """
+    if not checkpoint.is_dir():
+        raise CheckpointError(str(checkpoint), None, "no such directory", "name a Megatron checkpoint")
     if source is not None:
         return source
     if (checkpoint / HF_FILES / "config.json").exists():

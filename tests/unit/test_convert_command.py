@@ -128,6 +128,17 @@ def test_bad_input_is_named_by_file_and_tensor_and_nothing_is_written(
     assert not out.exists() and not staging_directory(out).exists()
 
 
+@pytest.mark.parametrize("words", [("to-hf", "nowhere", "out"), ("compare", "nowhere", "."), ("inspect", "nowhere"),
+                                   ("to-megatron", "nowhere", "out"), ("fp8", "nowhere", "out")])  # fmt: skip
+def test_a_checkpoint_that_does_not_exist_is_named(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*words) == 2
+    message = capsys.readouterr().err
+    assert re.match(r"error: nowhere(/config.json)?: no such (directory|file)", message), message
+
+
 def bad_chunk(megatron: Path) -> str:
     path = sorted(megatron.glob("*.distcp"))[1]
     os.truncate(path, path.stat().st_size - 7)

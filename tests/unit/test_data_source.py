@@ -164,7 +164,7 @@ BAD_ROWS: list[tuple[Any, dict[str, Any], str]] = [
     ({"prompt": "P", "label": 1}, {"metadata_key": "meta"}, r"no key 'meta'"),
     ({"prompt": "P", "label": 1, "meta": "easy"}, {"metadata_key": "meta"}, r"a.jsonl:3 = 'easy': 'meta' must be"),
     ({"prompt": 5, "label": 1}, {}, r"a.jsonl:3 = 5: 'prompt' must be a string"),
-    ({"prompt": None, "label": 1}, {}, r"a.jsonl:3 = None: 'prompt' must be a string"),
+    ({"prompt": None, "label": 1}, {}, r"a.jsonl:3: 'prompt' must be a string"),
     ({"prompt": "", "label": 1}, {}, r"a.jsonl:3 = '': the prompt is empty"),
     ({"prompt": [{"role": "user", "content": "P"}], "label": 1}, {}, r"needs data.apply_chat_template"),
     ({"prompt": [{"text": "P"}], "label": 1}, {"apply_chat_template": True}, r"list of \{role, content\} messages"),
