@@ -18,8 +18,6 @@ import psutil
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-END_S = 240.0
-"""A guard against hangs: a refusal took over 60 s on a machine with a load of 15."""
 
 
 @dataclass
@@ -66,7 +64,7 @@ class Run:
             assert time.monotonic() < end, f"nothing within {seconds} s:\n{self.text()}"
             time.sleep(0.2)
 
-    def finish(self, seconds: float = END_S) -> int:
+    def finish(self, seconds: float) -> int:
         """Exit status; fails when the run takes longer."""
         end = time.monotonic() + seconds
         while self.process.poll() is None:
@@ -75,7 +73,7 @@ class Run:
             time.sleep(0.2)
         return self.process.returncode
 
-    def left_over(self, grace_s: float = 60.0) -> list[str]:
+    def left_over(self, grace_s: float = 15.0) -> list[str]:
         """Processes of this run that still live after a grace period."""
         end = time.monotonic() + grace_s
         while (alive := [p for p in self.seen.values() if _alive(p)]) and time.monotonic() < end:

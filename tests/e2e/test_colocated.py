@@ -124,7 +124,7 @@ def test_an_engine_dies_while_its_memory_is_the_trainers_and_the_run_goes_on_who
     assert "no engine is left" in run.text() and engines_of(run)[-1] == 1
     assert sum(row["rollout/aborted"] for row in by_step(run.rows())) > 0, "responses went on across a sleep"
     run.process.terminate()
-    assert run.finish() == 128 + signal.SIGTERM, run.text()
+    assert run.finish(120) == 128 + signal.SIGTERM, run.text()
     assert saved_step(run) == len(by_step(run.rows()))
     assert_books_hold(run, values["rollout"]["groups_per_step"])
     assert run.left_over() == []

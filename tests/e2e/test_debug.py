@@ -133,6 +133,6 @@ def test_a_signal_ends_a_rollout_with_all_its_processes(tiny_qwen3_moe: Path, tm
     runs.append(run)
     run.wait_for((tmp_path / "run-rollout" / "groups" / "step_2.npz").exists, START_S)
     run.process.send_signal(signal.SIGTERM)
-    assert run.finish() == 143, run.text()
+    assert run.finish(60) == 143, run.text()
     assert "stopped by SIGTERM" in run.text() and "Traceback" not in run.text()
     assert run.left_over() == []

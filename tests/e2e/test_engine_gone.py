@@ -142,7 +142,7 @@ def test_engines_die_between_buckets_and_all_at_once_and_the_run_goes_on_whole(
     more_steps(run)
     assert "no engine is left" in run.text() and engines_of(run)[-1] == 1
     run.process.terminate()
-    assert run.finish() == 128 + signal.SIGTERM, run.text()
+    assert run.finish(120) == 128 + signal.SIGTERM, run.text()
     check_books(run)
 
 
@@ -163,7 +163,7 @@ def test_weights_that_are_not_the_trainers_are_found_by_what_they_say_and_sent_a
     assert [text[:9] for text in told] == ["version 0", "version 1", "all weigh", "version 3"], told
     assert "log-probs off by" in told[2]
     run.process.terminate()
-    assert run.finish() == 128 + signal.SIGTERM, run.text()
+    assert run.finish(120) == 128 + signal.SIGTERM, run.text()
     check_books(run)
 
 
@@ -181,7 +181,7 @@ def test_an_engine_that_refuses_a_bucket_twice_is_left_out_and_started_again(
     run.wait_for(lambda: engines_of(run)[-1] == 2, START_S)
     more_steps(run)
     run.process.terminate()
-    assert run.finish() == 128 + signal.SIGTERM, run.text()
+    assert run.finish(120) == 128 + signal.SIGTERM, run.text()
     check_books(run)
 
 
@@ -197,7 +197,7 @@ def test_an_engine_that_dies_while_it_generates_is_left_out_of_the_next_sync(
     more_steps(run, 4)
     assert engines_of(run)[-1] == 1 and "engine1 is gone" in run.text() and "it is not restarted" in run.text()
     kill_engine(run, 0)
-    assert run.finish() == 2, run.text()
+    assert run.finish(120) == 2, run.text()
     assert "engine0.log" in run.text() or "engine1.log" in run.text()
     check_books(run)
 
@@ -219,7 +219,7 @@ def test_managers_wait_for_the_only_engine_of_one_of_them_and_for_all_and_lose_n
         assert what in run.text().replace("\n", " "), run.text()
         assert all(max(generated(run, f"engine{index}")) > steps + 1 for index in (0, 1)), "both generate again"
     run.process.terminate()
-    assert run.finish() == 128 + signal.SIGTERM, run.text()
+    assert run.finish(120) == 128 + signal.SIGTERM, run.text()
     assert "the run continues from" not in run.text(), "the trainer and the managers are those of the beginning"
     assert set(engines_of(run)) == {2}
     compared = re.findall(r"version [0-9]+: ([0-9]+) tensors in the engines equal the trainer's", run.text())
@@ -247,7 +247,7 @@ def test_an_evaluation_of_two_managers_begins_again_when_the_engine_of_one_dies_
     scored = read_samples(file_of(run.directory, 0, evaluation=True))
     assert sorted((s["group"], s["index"]) for s in scored) == [(g, i) for g in range(rows) for i in range(each)]
     run.process.terminate()
-    assert run.finish() == 128 + signal.SIGTERM, run.text()
+    assert run.finish(120) == 128 + signal.SIGTERM, run.text()
     assert "the run continues from" not in run.text()
     trained = [row for row in by_step(run.rows()) if row["step"] > 0]
     assert_balanced(trained)
@@ -282,7 +282,7 @@ def test_engines_are_added_attached_and_let_go_while_the_run_trains(
         assert httpx.get(f"{url}/ready", timeout=30).status_code == 200, "another run may have it"
         more_steps(run)
         run.process.terminate()
-        assert run.finish() == 128 + signal.SIGTERM, run.text()
+        assert run.finish(120) == 128 + signal.SIGTERM, run.text()
         assert httpx.get(f"{url}/ready", timeout=30).status_code == 200, "it is neither paused nor gone"
     finally:
         server.stop()

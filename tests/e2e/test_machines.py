@@ -135,7 +135,7 @@ def test_a_machine_that_dies_is_named_and_takes_no_step_of_others_with_it(
     machine = psutil.Process(machines_of(lost)[-1])
     for process in [machine, *machine.children(recursive=True)]:
         process.kill()
-    assert run.finish() == 2, run.text()
+    assert run.finish(200) == 2, run.text()
     if lost == "ray::EngineActor":
         assert saved_step(run) == len(run.rows()), run.text()
         assert "engine0" in run.text()
@@ -177,6 +177,6 @@ def test_an_engine_over_two_machines_serves_and_is_started_again_when_a_part_of_
     run.wait_for(lambda: len(run.rows()) >= before + 3, 6 * STEP_S)
     assert "engine0 is gone" in run.text() and "no engine is left" in run.text()
     run.process.terminate()
-    assert run.finish() == 128 + signal.SIGTERM, run.text()
+    assert run.finish(120) == 128 + signal.SIGTERM, run.text()
     assert saved_step(run) == len(run.rows())
     assert not processes(ENGINE) and not processes("ray::PartActor")

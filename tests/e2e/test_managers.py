@@ -114,7 +114,7 @@ def test_a_killed_manager_ends_the_run_by_name_and_its_groups_begin_again(
     runs.append(run)
     run.wait_for(lambda: len(run.rows()) >= 2, START_S + 2 * STEP_S)
     run.find("ray::ManagerActor").kill()
-    assert run.finish() == 2, run.text()
+    assert run.finish(120) == 2, run.text()
     assert "rollout manager " in run.text() and "the process died" in run.text()
     assert "unfinished groups will begin again" in run.text()
     done = saved_step(run)
@@ -149,7 +149,7 @@ def test_engines_outlive_a_manager_that_is_killed_and_its_groups_begin_again_in_
     run.wait_for(lambda: len(run.rows()) >= done + 3, START_S + 3 * STEP_S)
     assert [run.find(f"--served-model-name engine{index}-").pid for index in (0, 1)] == servers
     run.process.terminate()
-    assert run.finish() == 128 + signal.SIGTERM, run.text()
+    assert run.finish(120) == 128 + signal.SIGTERM, run.text()
     told = run.text().replace("\n", " ")
     assert "rollout manager " in told and "unfinished groups will begin again" in told and "is gone" not in told
     assert f"the run continues from step {done} (1 of 3 in a row)" in told, "no step is lost"

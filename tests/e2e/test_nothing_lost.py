@@ -60,7 +60,7 @@ def ended_by(run: Run, signum: int) -> None:
         os.killpg(run.process.pid, signum)
     else:
         run.process.send_signal(signum)
-    assert run.finish() == 128 + signum, run.text()
+    assert run.finish(60) == 128 + signum, run.text()
     rows, text = run.rows(), run.text()
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "a hole in the metrics"
     assert all("loss/nll" in row for row in rows)
@@ -82,7 +82,7 @@ def test_signals_save_what_was_learnt_and_damage_is_refused_by_name(
     run = start()
     run.wait_for(lambda: len(run.rows()) >= 1, START_S)
     second = start()
-    assert second.finish() == 2, second.text()
+    assert second.finish(60) == 2, second.text()
     assert f"process {run.process.pid} on " in second.text() and "runs in this directory" in second.text()
     assert len(run.find("raylet").environ()["RAY_AUTH_TOKEN"]) == 64, "Ray's token is the run's own"
     ended_by(run, signal.SIGTERM)
@@ -103,7 +103,7 @@ def test_signals_save_what_was_learnt_and_damage_is_refused_by_name(
     assert "resume: older" in flipped.text() and steps(root)[-1] == bad
     victim.write_bytes(victim.read_bytes()[:-1])
     cut = start(keep=3)
-    assert cut.finish() == 2 and victim.name in cut.text() and "resume: older" in cut.text(), cut.text()
+    assert cut.finish(60) == 2 and victim.name in cut.text() and "resume: older" in cut.text(), cut.text()
 
     older = start(keep=3, resume="older")
     older.wait_for(lambda: f"continuing from {good}" in older.text(), START_S)
@@ -115,7 +115,7 @@ def test_signals_save_what_was_learnt_and_damage_is_refused_by_name(
     kept = sorted(path.name for path in root.iterdir())
     for resume in ("older", "never"):
         refused = start(keep=3, resume=resume)
-        assert refused.finish() == 2, refused.text()
+        assert refused.finish(60) == 2, refused.text()
     assert "all checkpoints are damaged" in runs[-2].text() and "would overwrite it" in runs[-1].text()
     assert sorted(path.name for path in root.iterdir()) == kept and "damaged-" + bad.name in kept
 
@@ -128,10 +128,10 @@ def test_a_second_signal_stops_at_once(tiny_qwen3_moe: Path, prompts: Path, tmp_
     rank = run.find("ray::TrainerActor")
     rank.suspend()  # the rescue would wait for it
     run.process.send_signal(signal.SIGTERM)
-    run.wait_for(lambda: "Press Ctrl-C again to stop without saving" in run.text(), START_S)
+    run.wait_for(lambda: "Press Ctrl-C again to stop without saving" in run.text(), 30)
     time.sleep(2 * TOGETHER_S)
     run.process.send_signal(signal.SIGTERM)
-    assert run.finish() == 143, run.text()
+    assert run.finish(30) == 143, run.text()
     assert "not saved: a second signal arrived" in run.text() and newest_step(run) == 0
     assert run.left_over() == []
 
@@ -163,8 +163,8 @@ def test_a_rescue_never_waits_behind_a_rank_that_hangs(
     run.wait_for(lambda: len(run.rows()) >= 2, START_S)
     run.find("ray::TrainerActor").suspend()
     run.process.send_signal(signal.SIGTERM)
-    run.wait_for(lambda: "Press Ctrl-C again" in run.text(), START_S)
-    assert run.finish() == 143, run.text()
+    run.wait_for(lambda: "Press Ctrl-C again" in run.text(), 30)
+    assert run.finish(90) == 143, run.text()
     assert "not saved: " in run.text() and run.left_over() == []
 
 
@@ -178,7 +178,7 @@ def test_a_run_survives_the_death_of_rays_control_process_until_it_is_saved(
     run.wait_for(lambda: len(run.rows()) >= 2, START_S)
     run.look()
     run.find("gcs_server").kill()
-    assert run.finish() == 2, run.text()
+    assert run.finish(120) == 2, run.text()
     assert "Ray's control process is gone" in run.text()
     assert newest_step(run) == len(run.rows()) and run.left_over() == []
 
@@ -196,6 +196,6 @@ def test_a_data_error_in_mid_run_loses_no_step(tiny_qwen3_moe: Path, tmp_path: P
     runs.append(run)
     run.wait_for(lambda: len(run.rows()) >= 2, START_S)
     bad.write_text(("{" + "x" * (width - 1) + "\n") * 8)
-    assert run.finish() == 2, run.text()
+    assert run.finish(120) == 2, run.text()
     assert "rows.jsonl" in run.text() and "Traceback" not in run.text()
     assert newest_step(run) == len(run.rows()) > 0

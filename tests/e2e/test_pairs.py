@@ -49,5 +49,5 @@ def test_a_pair_generates_what_is_replayed_takes_weights_and_comes_back_when_one
     more_steps(run)
     assert "engine0 is gone" in run.text() and engines_of(run)[-1] == 1
     run.process.terminate()
-    assert run.finish() == 128 + signal.SIGTERM, run.text()
+    assert run.finish(120) == 128 + signal.SIGTERM, run.text()
     check_books(run)

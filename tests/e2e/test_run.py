@@ -313,7 +313,7 @@ def test_ctrl_c_in_mid_run_loses_no_step_and_leaves_no_process_behind(
     # Ray listens everywhere, with one port a worker; what a trainer rank opens besides is on loopback.
     assert open_to_others(run.find("ray::TrainerActor")) == open_to_others(run.find("ray::RolloutActor")) == 1
     interrupt(run)
-    assert run.finish() == 130, run.text()
+    assert run.finish(60) == 130, run.text()
     assert "stopped by SIGINT: saved step " in run.text()
     assert saved_step(run) == len(run.rows()), "the last row is the one of the saved step"
     assert run.left_over() == []
@@ -401,7 +401,7 @@ def test_a_killed_engine_ends_the_run_names_its_log_and_loses_no_step(
     runs.append(run)
     run.wait_for(lambda: len(run.rows()) >= 2, START_S + 2 * STEP_S)
     run.find("mslime.backends.sglang.launch").kill()
-    assert run.finish() == 2, run.text()
+    assert run.finish(120) == 2, run.text()
     assert "engine0" in run.text() and "engine0.log" in run.text()
     assert saved_step(run) == len(run.rows())
     assert run.left_over() == []
@@ -419,7 +419,7 @@ def test_a_killed_rollout_service_loses_no_step_and_its_groups_begin_again(
     runs.append(run)
     run.wait_for(lambda: len(run.rows()) >= 3, START_S + 3 * STEP_S)
     run.find("ray::RolloutActor").kill()
-    assert run.finish() == 2, run.text()
+    assert run.finish(120) == 2, run.text()
     assert "rollout service" in run.text() and "unfinished groups will begin again" in run.text()
     done = saved_step(run)
     assert done == len(run.rows()) and run.left_over() == []
@@ -560,6 +560,6 @@ def test_a_trainer_rank_and_an_engine_that_are_lost_at_once_are_both_replaced(
     run.find("ray::RolloutActor").kill()
     run.wait_for(lambda: "rollout service" in run.text() and len(run.rows()) > steps + 1, START_S + 5 * STEP_S)
     run.process.send_signal(signal.SIGINT)
-    assert run.finish() == 130, run.text()
+    assert run.finish(60) == 130, run.text()
     assert_balanced(by_step(run.rows()))
     assert run.left_over() == []

@@ -307,7 +307,7 @@ def test_more_adapters_than_an_engine_holds_are_sampled_in_turns(server: Server)
 def test_a_server_that_ends_leaves_nothing(server: Server) -> None:
     """The last test of the server: it ends it."""
     interrupt(server.run)
-    assert server.run.finish() == 130, server.run.text()
+    assert server.run.finish(60) == 130, server.run.text()
     assert server.run.left_over() == []
     assert not (server.run.directory / "serve.json").exists()
 
@@ -322,7 +322,7 @@ def test_a_server_that_is_started_again_serves_what_was_saved(tiny_qwen3_moe: Pa
             state = training.save_state("kept").result().path
             expected = trained(training, range(2, 3))
         interrupt(first.run)
-        assert first.run.finish() == 130, first.run.text()
+        assert first.run.finish(60) == 130, first.run.text()
     finally:
         first.run.stop()
     again = started(first.values, tmp_path)
@@ -379,7 +379,7 @@ def test_a_trainer_rank_that_dies_is_told_to_the_client_and_ends_the_server(
             trained(training, range(1, 4))
         words = str(told.value)
         assert "trainer rank" in words and "the process died" in words and "logs" in words, words
-        assert own.run.finish() == 2, own.run.text()
+        assert own.run.finish(60) == 2, own.run.text()
         assert "error: " in own.run.text() and "the process died" in own.run.text()
         assert own.run.left_over() == [] and not (own.run.directory / "serve.json").exists()
     finally:
