@@ -57,7 +57,7 @@ from mslime.rollout.group_tracker import new_group
 
 LENGTHS = (7, 1, 12, 5)
 """Tokens of the synthetic sequences."""
-MEET_S = 10.0
+BARRIER_S = 10.0
 """Seconds that one of two simulated ranks waits for the other."""
 CLOSE = 1e-9
 """Largest relative difference between layouts, in float64."""
@@ -199,7 +199,7 @@ def _on_two_ranks(
     inputs: PolicyLossInputs, algorithm: AlgorithmConfig, broken: Callable[[str, str], ConfigError]
 ) -> tuple[float, Tensor, Mapping[str, float]]:
     """`_whole` with every sequence split over two ranks, each in a thread."""
-    leaf, barrier = inputs.log_probs.clone().requires_grad_(), threading.Barrier(2, timeout=MEET_S)
+    leaf, barrier = inputs.log_probs.clone().requires_grad_(), threading.Barrier(2, timeout=BARRIER_S)
     held: dict[int, Tensor] = {}
 
     def of_rank(rank: int) -> Reduce:

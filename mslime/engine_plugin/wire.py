@@ -15,15 +15,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import numpy as np
 import orjson
+import tenacity
 from pydantic import TypeAdapter
 
 from mslime.config.base import ENGINE_TAGS, EngineTag, FileKind
@@ -409,19 +410,12 @@ def update_request(buckets: Sequence[AnnouncedBucket], group: str = "", load: Lo
 HandleFields = tuple[bytes | int, ...]
 """Fields that torch needs to open memory; the first is the kind of device: 0 a CPU, 1 CUDA."""
 MANAGER_ATTEMPTS = 20
-_Shared = TypeVar("_Shared")
-
-
-def with_manager(call: Callable[..., _Shared], *fields: object) -> _Shared:
-    """Share or open memory of a CPU by torch's shared memory manager, for whose reply torch waits one second
-    (libshm/socket.h). That is too short on a busy machine, so try again. Raises RuntimeError."""
-    for _ in range(MANAGER_ATTEMPTS - 1):
-        try:
-            return call(*fields)
-        except RuntimeError as error:
-            if "timed out" not in str(error):
-                raise
-    return call(*fields)
+with_manager = tenacity.Retrying(
+    retry=tenacity.retry_if_exception_message(match="(?s).*timed out"),
+    stop=tenacity.stop_after_attempt(MANAGER_ATTEMPTS), reraise=True,
+)  # fmt: skip
+"""Calls a function that needs torch's shared memory manager, for whose reply torch waits one second (libshm/socket.h):
+too short on a busy machine, so a time-out is repeated."""
 
 
 def write_handle(path: Path, number: int, fields: HandleFields) -> None:
