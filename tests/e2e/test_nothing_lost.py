@@ -82,7 +82,7 @@ def test_signals_save_what_was_learnt_and_damage_is_refused_by_name(
     run = start()
     run.wait_for(lambda: len(run.rows()) >= 1, START_S)
     second = start()
-    assert second.finish(60) == 2, second.text()
+    assert second.finish(START_S) == 2, second.text()
     assert f"process {run.process.pid} on " in second.text() and "runs in this directory" in second.text()
     assert len(run.find("raylet").environ()["RAY_AUTH_TOKEN"]) == 64, "Ray's token is the run's own"
     ended_by(run, signal.SIGTERM)
@@ -103,7 +103,7 @@ def test_signals_save_what_was_learnt_and_damage_is_refused_by_name(
     assert "resume: older" in flipped.text() and steps(root)[-1] == bad
     victim.write_bytes(victim.read_bytes()[:-1])
     cut = start(keep=3)
-    assert cut.finish(60) == 2 and victim.name in cut.text() and "resume: older" in cut.text(), cut.text()
+    assert cut.finish(START_S) == 2 and victim.name in cut.text() and "resume: older" in cut.text(), cut.text()
 
     older = start(keep=3, resume="older")
     older.wait_for(lambda: f"continuing from {good}" in older.text(), START_S)
@@ -115,7 +115,7 @@ def test_signals_save_what_was_learnt_and_damage_is_refused_by_name(
     kept = sorted(path.name for path in root.iterdir())
     for resume in ("older", "never"):
         refused = start(keep=3, resume=resume)
-        assert refused.finish(60) == 2, refused.text()
+        assert refused.finish(START_S) == 2, refused.text()
     assert "all checkpoints are damaged" in runs[-2].text() and "would overwrite it" in runs[-1].text()
     assert sorted(path.name for path in root.iterdir()) == kept and "damaged-" + bad.name in kept
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
@@ -485,8 +486,9 @@ async def test_a_function_chats_in_a_few_lines() -> None:
     ({"role": "assistant", "tool_calls": [{"function": {"name": None}}]}, r"m.tool_calls\[0\].function.name"),
 ])  # fmt: skip
 def test_a_malformed_message_is_refused_by_name(message: Any, field: str) -> None:
-    with pytest.raises(ChatError, match=rf"^{field}( = |: )"):
+    with pytest.raises(ChatError) as caught:
         from_chat(message, "m")
+    assert re.fullmatch(field, caught.value.field)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 5_000, "1" * 10_000, "{,}", "nan?"])

@@ -166,8 +166,8 @@ def test_messages_that_the_template_refuses_are_the_clients_mistake() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "rule"), [(None, "no chat template"), ("{{ 'x' }}", "without a special token"),
-                           (chat_templates.BROKEN, "without a special token")],
+    ("template", "rule"), [(None, "no chat template"), ("{{ 'x' }}", "ends replies without a special token"),
+                           (chat_templates.BROKEN, "ends replies without a special token")],
 )  # fmt: skip
 def test_a_tokenizer_without_a_usable_template_is_refused(template: str | None, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):

@@ -118,7 +118,7 @@ def test_no_directory_has_no_newest(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_never_overwritten_by_a_run_that_starts_again(tmp_path: Path) -> None:
     (save(tmp_path, 1) / "manifest.json").unlink()
-    with pytest.raises(ConfigError, match="step_1 exists"):
+    with pytest.raises(ConfigError, match="step_1 exists, and a new run would overwrite it"):
         choose(tmp_path, "never")
 
 

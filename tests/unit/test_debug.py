@@ -88,7 +88,7 @@ def nothing(made: Sample) -> None:
     (nothing, {"max_positions": 3}, {}, "the model has 3 positions"),
     (nothing, {"vocab_size": 2}, {}, "the model has 2 tokens"),
     (support, {}, {}, ""),
-    (support, {"vocab_size": 999}, {}, "the model has 999 tokens"),
+    (support, {"vocab_size": 999}, {}, "in a recorded support, and the model has 999 tokens"),
     (lambda s: setattr(s, "routes", None), {}, {}, "has no routes to replay"),
     (lambda s: setattr(s, "routes", None), {}, {"train": {"replay": "off"}}, ""),
     (lambda s: setattr(s, "reward", None), {}, {}, "is not scored"),

@@ -178,7 +178,7 @@ def test_a_silent_judge_is_given_up_after_its_limit():
     ({"field": "score"}, "judge.pattern", "exactly one"),
     ({"pattern": "("}, "judge.pattern", "regular expression"),
     ({"pattern": "Score"}, "judge.pattern", "has no group"),
-    ({"range": [1, 0]}, "judge.range", "lowest, highest"),
+    ({"range": [1, 0]}, "judge.range", "must be [lowest, highest]"),
     ({"options": {"n": 2}}, "judge.options", "mslime sets"),
     ({"auth_env": "my token"}, "judge.auth_env", "name of an environment variable"),
 ])  # fmt: skip

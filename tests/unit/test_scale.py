@@ -166,7 +166,7 @@ def test_the_command_fails_when_the_run_refuses(
 
 def test_the_command_returns_at_once_when_asked_to(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scale", str(run_dir), "--engines", "2", "--no-wait"]) == 0
-    assert "next weight sync" in capsys.readouterr().out
+    assert "at the run's next weight sync" in capsys.readouterr().out
 
 
 def test_keys_are_read_where_they_are_and_belong_to_an_attached_server(

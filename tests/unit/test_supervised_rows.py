@@ -108,7 +108,7 @@ def test_turns_are_chosen_by_setting_and_by_row(directory: Path, template: str) 
 
 def test_a_template_that_drops_earlier_thinking_is_refused_or_shown_each_turn_as_the_last(directory: Path) -> None:
     row = [user("q1"), assistant("<think>t1</think>a1"), user("q2"), assistant("<think>t2</think>a2")]
-    with pytest.raises(DataError, match=r"x.jsonl:1 = .*changes message 2") as e:
+    with pytest.raises(DataError, match=r"x.jsonl:1 = .*changes message 2 when other messages follow") as e:
         turns(directory, FORGETFUL, row)
     assert "train.sft_loss_on" in e.value.hint
     (last,) = turns(directory, FORGETFUL, row, "last")
@@ -120,11 +120,11 @@ def test_a_template_that_drops_earlier_thinking_is_refused_or_shown_each_turn_as
 @pytest.mark.parametrize(
     ("template", "row", "said"),
     [
-        (PLAIN, [user("a")], "no assistant turn"),
-        (PLAIN, [user("a"), assistant("b", weight=0)], "no assistant turn"),
+        (PLAIN, [user("a")], "no assistant turn is selected for training"),
+        (PLAIN, [user("a"), assistant("b", weight=0)], "no assistant turn is selected for training"),
         (PLAIN, [user("a"), assistant("b", weight=0.5)], "'weight' of an assistant's turn must be 0 or 1"),
-        (PLAIN, [assistant("hello"), user("a")], "the first message"),
-        (ENDLESS, [user("a"), assistant("b")], "does not write message 2"),
+        (PLAIN, [assistant("hello"), user("a")], "the first message is an assistant message"),
+        (ENDLESS, [user("a"), assistant("b")], "does not write message 2 after its own generation prompt"),
         (ENDLESS.replace("<|im_start|>assistant\n", "assistant: "), [user("a"), assistant("b")], "would not learn to"),
         ("{{ raise_exception('no tools') }}", [user("a"), assistant("b")], "no tools"),
         (MARKED.replace("{% generation %}", "{% generation %}{% endgeneration %}"), [user("a"), assistant("b")], ""),
@@ -152,7 +152,7 @@ def test_a_token_across_the_border_is_refused_with_the_place(directory: Path, tm
         (tmp_path / name).write_text((directory / name).read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(table))
     assert turns(tmp_path, PLAIN, [user("a"), assistant("x\n\ny")])[0].tokens.count(300) == 1
-    with pytest.raises(DataError, match="a token spans") as caught:
+    with pytest.raises(DataError, match="a token spans the boundary") as caught:
         turns(tmp_path, PLAIN, [user("a"), assistant("\nb")])
     assert "assistant\n\nb" in str(caught.value.value)
 
@@ -240,7 +240,9 @@ def test_rows_that_are_too_long_are_refused_skipped_or_cut_and_counted(directory
     hopeless = [user("q" * 80), assistant("a")]
     path = write(tmp_path / "x.jsonl", {"messages": CONVERSATIONS[0]}, {"messages": long}, {"messages": hopeless})
     tokenizer = tokenizer_with(directory, PLAIN)
-    with pytest.raises(DataError, match=r"x.jsonl:2 = '93 tokens': .* 60 tokens"):
+    with pytest.raises(
+        DataError, match=r"x.jsonl:2 = '93 tokens': the limit is 60 tokens for prompt and response together"
+    ):
         drawn(source(path, tokenizer, limit=60), 2)
     skipping = source(path, tokenizer, limit=60, sft_too_long="skip")
     assert len({len(s) for (s,) in drawn(skipping, 3)}) == 1
@@ -257,7 +259,7 @@ def test_rows_that_are_too_long_are_refused_skipped_or_cut_and_counted(directory
     each = source(path, tokenizer, limit=60, sft_loss_on="each", sft_too_long="cut")
     assert [len(samples) for samples in drawn(each, 3)] == [1, 1, 1] and each.metrics()["data/skipped_rows"] == 2
     only_long = write(tmp_path / "y.jsonl", {"messages": hopeless})
-    with pytest.raises(DataError, match="all 1 rows"):
+    with pytest.raises(DataError, match="all 1 rows are too long"):
         source(only_long, tokenizer, limit=60, sft_too_long="cut").next(0)
 
 

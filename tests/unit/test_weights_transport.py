@@ -316,7 +316,7 @@ def test_every_transport_that_the_settings_offer_is_there() -> None:
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("pigeons", "must be"),
+        ("pigeons", "must be a function, `module:function`"),
         ("no_such_module:connect", "cannot be imported"),
         ("tests.unit.user_transport:nothing", "no function 'nothing'"),
         ("tests.unit.user_transport:of_two", r"it is called with \(link\)"),
