@@ -144,7 +144,7 @@ def test_corrections_that_are_known_to_be_right_keep_the_contract(preset: str) -
     (check_hook, f"{USER}:tells_text", "not a mapping of names to numbers"),
 ])  # fmt: skip
 def test_each_way_to_break_a_contract_is_found(check, function: str, said: str, monkeypatch) -> None:
-    monkeypatch.setattr("mslime.checks.contracts.MEET_S", 1.0)
+    monkeypatch.setattr("mslime.checks.contracts.BARRIER_S", 1.0)
     with pytest.raises(ConfigError, match=said) as raised:
         check(function)
     assert function.split(":")[1] in str(raised.value)
