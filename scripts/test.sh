@@ -29,7 +29,7 @@ step() { printf '\n== %s\n' "$*"; "$@"; }
 step ruff format --check .
 step ruff check .
 step lint-imports
-step pyright --threads 2
+step pyright
 # Separate processes: leftovers of one kind of test (threads, patched modules) cannot affect the others.
 step python -m pytest tests/unit "${chosen[@]}" -n 3 --dist loadfile --durations=20 -W ignore
 if [ "$mode" = fast ]; then
