@@ -34,7 +34,9 @@ def load_function(spec: str, setting: str) -> Callable[..., Any]:
     """
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
-        raise ConfigError(setting, spec, "must be a function, `module:function`", "for example rewards:score")
+        raise ConfigError(
+            setting, spec, "must be a function, `module:function`", "for example my_project.functions:mine"
+        )
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything during import

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -100,17 +99,27 @@ def broadcast_each(
     return ""
 
 
-def close_groups(groups: list[dist.ProcessGroup], *, broken: bool) -> None:
+def close_groups(groups: list[dist.ProcessGroup], *, broken: bool, entered: Future[None] | None) -> None:
     """Destroy process groups, and empty the list: see `broadcast_each`.
 
     Args:
         broken: a sync failed: abort what this rank or an engine waits for.
+        entered: done when the newest broadcasts in the groups have begun; None before the first. Until then their
+            thread holds the groups' locks, and engines may wait for what it begins later. So this returns at once, and
+            that thread closes the groups.
     """
-    if broken:
-        for group in groups:
-            group.abort()
-    while groups:
-        dist.destroy_process_group(groups.pop())
+
+    def close(_: object = None) -> None:
+        if broken:
+            for group in groups:
+                group.abort()
+        while groups:
+            dist.destroy_process_group(groups.pop())
+
+    if entered is None:
+        close()
+    else:
+        entered.add_done_callback(close)
 
 
 def connect_group(
@@ -221,12 +230,9 @@ class BroadcastTransport(ChangeCarrier):
             return
         leave = wire.LeaveGroup(self.link.name)
         leaving = [self.link.engine_port.ask(engine, leave) for engine in self.engines]
-        close = partial(close_groups, [self._group], broken=self._under_way)
-        self._group = None
-        if self._entered is None:
-            close()
-        else:  # Until then it holds the group's lock; afterwards other engines may wait for it.
-            self._entered.add_done_callback(lambda _: close())
+        groups, entered = [self._group], self._entered
+        self._group = self._entered = None
+        close_groups(groups, broken=self._under_way, entered=entered)
         wait(leaving, timeout=self.link.deadline_s)
         self._store = None
 

@@ -54,6 +54,7 @@ class RelayTransport(Transport):
         self._group: dist.ProcessGroup | None = None
         self._machines: list[dist.ProcessGroup] = []  # lanes to one host of each engine
         self._stores: list[Store] = []
+        self._entered: Future[None] | None = None  # of the newest bucket's broadcasts
         self._device = torch.device("cpu")
         self._answers: list[Future[wire.Loaded]] = []
         self._reported: dict[str, HostSlices] = {}  # slices by engines' URLs
@@ -134,7 +135,8 @@ class RelayTransport(Transport):
         parcels = [(flat, self._group)]
         if cuts is not None:
             parcels = [(pack_cut(flat, cut), lane) for cut, lane in zip(cuts, self._machines, strict=True) if cut]
-        sent = in_thread(broadcast_each, parcels, stream, self._link.deadline_s)
+        self._entered = entered = Future[None]()
+        sent = in_thread(broadcast_each, parcels, stream, self._link.deadline_s, entered)
         return PendingLane(self, bucket, sent, self._answers)
 
     def skip(self, bucket: Bucket) -> None:
@@ -154,8 +156,9 @@ class RelayTransport(Transport):
         names += [machine_lane(link.name, machine) for machine in range(len(self._machines))]
         leaving = [link.engine_port.ask(engine, wire.LeaveGroup(name)) for engine in self._engines for name in names]
         groups = [*([self._group] if self._group is not None else []), *self._machines]
-        self._group, self._machines = None, []
-        close_groups(groups, broken=self._under_way)
+        entered = self._entered
+        self._group, self._machines, self._entered = None, [], None
+        close_groups(groups, broken=self._under_way, entered=entered)
         wait(leaving, timeout=link.deadline_s)
         self._stores, self._known, self._answers, self._cuts = [], (), [], None
         self._reported.clear()

@@ -18,6 +18,7 @@ from typing import Any, cast, get_args
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from mslime.backends.sglang.port import SGLangPort
@@ -29,13 +30,14 @@ from mslime.config.weights import WeightsConfig
 from mslime.convert.hf import ShardWriter
 from mslime.engine_plugin import wire
 from mslime.network import ephemeral_ports
+from mslime.weights import broadcast
 from mslime.weights.broadcast import BroadcastTransport, PendingBroadcast, open_store
 from mslime.weights.buckets import convert, pack
 from mslime.weights.sync import WeightSender
 from mslime.weights.transport import ChangeCarrier, Link, find_transport, make_transport, transport_for
 from mslime.weights.weight_plan import Bucket
 from tests.fixtures.stand_in_engine import StandInEngine
-from tests.fixtures.weight_engines import check_contract, engines, infos, link, obedient
+from tests.fixtures.weight_engines import check_contract, deliver, engines, infos, link, obedient
 from tests.unit.weights_world import LAYOUTS, local_params, moe_table, plan_of, whole_tensors
 
 __all__ = ["engines", "link", "obedient"]
@@ -371,3 +373,33 @@ def test_auto_asks_engines_what_they_are_and_takes_no_silence_for_an_answer(
         gone = EngineInfo(f"http://127.0.0.1:{probe.getsockname()[1]}")
     with pytest.raises(WeightSyncError, match=r"weights\.connect.*unreachable"):
         transport_for([EngineInfo(engines[0].url), gone], link.engine_port, link.deadline_s)
+
+
+@pytest.mark.parametrize("name", ["broadcast", "relay"])
+def test_groups_are_closed_after_a_broadcast_that_is_still_beginning(
+    name: str, engines: list[StandInEngine], link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over NCCL the first one creates the communicator, and holds the group's lock until every engine joins: to close
+    the group before would wait for an engine that refused."""
+    enter, destroy = broadcast.enter_broadcast, dist.destroy_process_group
+    may_begin, closed = threading.Event(), threading.Event()
+
+    def late(*args: Any) -> dist.Work:
+        may_begin.wait()
+        return enter(*args)
+
+    def close(group: dist.ProcessGroup) -> None:
+        closed.set()
+        destroy(group)
+
+    monkeypatch.setattr(broadcast, "enter_broadcast", late)
+    monkeypatch.setattr(dist, "destroy_process_group", close)
+    transport = find_transport(name)(link)
+    transport.connect(infos(engines))
+    engines[1].set_mode("refuse")
+    with pytest.raises(WeightSyncError, match="no weights today"):
+        deliver(transport, 1)
+    transport.disconnect()
+    assert not closed.is_set()
+    may_begin.set()
+    assert closed.wait(60)
