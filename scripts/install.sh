@@ -9,13 +9,14 @@ source scripts/lib/gpu.sh
 
 usage() {
   cat <<'TEXT'
-Usage: bash scripts/install.sh [--cpu | --gpu] [--venv DIR] [--dev] [--help]
+Usage: bash scripts/install.sh [--cpu | --gpu] [--venv DIR] [--dev] [--from DIR] [--help]
 
   --cpu       the real engines without a GPU: torch for CPU, megatron-core, SGLang (default without an NVIDIA driver)
   --gpu       the engines for H100/H200: SGLang with its own torch, megatron-core, Transformer Engine with its torch
               extension (compiled here), flash-linear-attention; needs an NVIDIA driver of 580 or newer to run
   --venv DIR  location of the virtual environment (default .venv in the project)
   --dev       also packages for tests, lint and type checks
+  --from DIR  --gpu without a package index: packages of this bundle (scripts/bundle.sh)
 
 Environment:
   PYTHON              the Python to use, 3.11 or 3.12
@@ -28,14 +29,15 @@ Environment:
 TEXT
 }
 
-mode="" venv=".venv" extras_dev=""
+mode="" venv=".venv" extras_dev="" bundle=""
 while [ $# -gt 0 ]; do
   case "$1" in
     --cpu | --gpu) mode="${1#--}" ;;
     --dev) extras_dev=",dev" ;;
-    --venv)
-      [ $# -ge 2 ] || fail "--venv needs a directory" "use --venv DIR"
-      case "$2" in /*) venv="$2" ;; *) venv="$caller/$2" ;; esac
+    --venv | --from)
+      [ $# -ge 2 ] || fail "$1 needs a directory" "use $1 DIR"
+      case "$2" in /*) directory="$2" ;; *) directory="$caller/$2" ;; esac
+      if [ "$1" = --venv ]; then venv="$directory"; else bundle="$directory"; fi
       shift
       ;;
     --help | -h)
@@ -49,6 +51,9 @@ done
 if [ -z "$mode" ]; then
   if command -v nvidia-smi >/dev/null 2>&1; then mode=gpu; else mode=cpu; fi
 fi
+
+[ -z "$bundle" ] || [ "$mode$extras_dev" = gpu ] ||
+  fail "--from installs the GPU packages alone" "use bash scripts/install.sh --gpu --from $bundle, without --cpu and --dev"
 
 # The stamp describes the inputs of the installation. It is written last: an interrupted run starts over.
 stamp="$venv/.mslime-installed"
@@ -67,14 +72,24 @@ if [ "$mode" = gpu ]; then
 fi
 need_disk "$venv" "${MSLIME_MIN_FREE_GIB:-$default_gib}"
 
+venv_options=() wheels=""
+if [ -n "$bundle" ]; then
+  check_bundle "$bundle"
+  mkdir -p "$(dirname "$venv")"
+  wheels="$(mktemp -d "$(dirname "$venv")/.mslime-bundle.XXXXXX")"
+  trap 'rm -rf "$wheels"' EXIT
+  unpack_bundle "$bundle" "$wheels" "$python"
+  [ ! -s "$wheels/left_out" ] || venv_options=(--system-site-packages)
+fi
+
 started="$(date +%s)"
 say "installing mslime ($mode$extras_dev) into $venv, with $("$python" --version)"
-if [ -x "$venv/bin/python" ] &&
+if [ -z "$bundle" ] && [ -x "$venv/bin/python" ] &&
   [ "$("$venv/bin/python" -c 'import sys; print(sys.version_info[:2])' 2>/dev/null)" = \
     "$("$python" -c 'import sys; print(sys.version_info[:2])')" ]; then
   rm -f "$stamp"
 else
-  "$python" -m venv --clear "$venv" 2>/dev/null ||
+  "$python" -m venv --clear ${venv_options[@]+"${venv_options[@]}"} "$venv" 2>/dev/null ||
     fail "$python could not make a virtual environment in $venv" \
       "check that the directory can be written; on Debian and Ubuntu install the package python3.11-venv"
 fi
@@ -95,6 +110,13 @@ if [ "$mode" = cpu ]; then
     say "      removing torchvision: its wheel needs a CUDA torch, and transformers fails to import beside it"
     pip uninstall -y torchvision
   fi
+elif [ -n "$bundle" ]; then
+  say "  1/3 the packages of $bundle"
+  pip install --no-index --no-deps "$wheels"/*.whl
+  pip install --no-index --no-deps --no-build-isolation -e .
+  say "  2/3 Transformer Engine's torch extension, compiled against this torch ($(compile_jobs) compilers at a time)"
+  build_extension "$venv" --no-index --find-links "$wheels"
+  say "  3/3 checking"
 else
   say "  1/3 SGLang with its own torch, megatron-core, ray, Transformer Engine (about 11 GB, 4 to 10 minutes)"
   pip install -e ".[gpu$extras_dev]"

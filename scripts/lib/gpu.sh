@@ -41,19 +41,20 @@ compile_jobs() {
   if [ -n "${MAX_JOBS:-}" ]; then echo "$MAX_JOBS"; elif [ "$memory" -lt "$cores" ]; then echo "$memory"; else echo "$cores"; fi
 }
 
-# build_extension VENV: compiles transformer_engine_torch against the environment's torch, once for every torch. The
+# build_extension VENV [PIP_OPTION...]: compiles transformer_engine_torch against the environment's torch, once for every torch. The
 # index has only its source. NVTE_BUILD_USE_NVIDIA_WHEELS takes the CUDA and cuDNN headers from the packages that torch
 # installed: an installed CUDA toolkit has no cuDNN. NVTE_PYTORCH_FORCE_BUILD stops its setup.py from looking for a
 # prebuilt file on the network.
 build_extension() {
   local venv="$1" torch wheels
+  shift
   torch="$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')"
   wheels="$venv/wheels/torch-$torch"
   if ! ls "$wheels"/transformer_engine_torch-"$TE_VERSION"-*.whl >/dev/null 2>&1; then
     mkdir -p "$wheels"
     NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD="${NVTE_PYTORCH_FORCE_BUILD:-TRUE}" \
       MAX_JOBS="$(compile_jobs)" \
-      pip wheel -v --no-deps --no-build-isolation --no-cache-dir -w "$wheels" "transformer_engine_torch==$TE_VERSION"
+      pip wheel -v --no-deps --no-build-isolation --no-cache-dir -w "$wheels" "$@" "transformer_engine_torch==$TE_VERSION"
   fi
   pip install --no-deps --force-reinstall "$wheels"/transformer_engine_torch-"$TE_VERSION"-*.whl
 }
@@ -67,4 +68,22 @@ describe_gpus() {
   else
     say "NVIDIA driver $version; GPUs: $(nvidia-smi --query-gpu=name --format=csv,noheader | sort | uniq -c | sed 's/^ *//' | paste -sd, -)"
   fi
+}
+
+# check_bundle DIR: rejects what is not a whole bundle of scripts/bundle.sh.
+check_bundle() {
+  local wrong
+  [ -f "$1/SHA256SUMS" ] || fail "$1 is not a bundle: it has no SHA256SUMS" "make one with bash scripts/bundle.sh --out DIR"
+  wrong="$(cd "$1" && LC_ALL=C sha256sum --quiet -c SHA256SUMS 2>/dev/null | sed 's/: FAILED.*//' | paste -sd ' ' -)" || true
+  [ -z "$wrong" ] || fail "parts of $1 are damaged or missing: $wrong" "copy them again"
+}
+
+# unpack_bundle DIR INTO PYTHON: wheels for this Python.
+unpack_bundle() {
+  local version
+  cat "$1"/part-* | xz -dc | tar -x -C "$2" || fail "$1 could not be unpacked into $2" "free some space, and run this again"
+  version="$("$3" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+  [ "$version" = "$(cat "$2/python")" ] ||
+    fail "$1 is for Python $(cat "$2/python"), and $3 is $version" \
+      "set PYTHON to a Python $(cat "$2/python"), or make the bundle with --python $version"
 }

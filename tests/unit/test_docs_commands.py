@@ -31,7 +31,7 @@ NOT_RUN = {
     r"bash scripts/rehearse_gpu\.sh": "installs 11 GB",
     r"source |export |mkdir |echo ": "the shell's",
     r"hf download|pip install": "network",
-    r"python tools/one_gpu_only\.py": "needs Transformer Engine's library; tests/unit/test_one_gpu_only.py",
+    r"bash scripts/bundle\.sh": "downloads 5 GB; tests/unit/test_bundle.py",
     r"ray (start|job)|sbatch ": "a cluster; tests/unit/test_deploy.py, tests/engines/test_placement.py",
     r"python -m sglang\.launch_server": "a server; its flags are SGLang's",
     r"python -m pytest tests/gpu": "GPUs",

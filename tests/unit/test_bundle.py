@@ -1,0 +1,123 @@
+"""A bundle of wheels for a machine without a package index: made in parts, and checked before anything is installed."""
+
+from __future__ import annotations
+
+import hashlib
+import lzma
+import os
+import random
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_one_gpu_only import MACHINE, entry, fat
+
+ROOT = Path(__file__).parents[2]
+HERE = f"{sys.version_info[0]}.{sys.version_info[1]}"
+MADE_UP = random.Random(0).randbytes(2_500_000)
+CODE = fat(entry(MACHINE, 80, b"x" * 48), entry(MACHINE, 90, b"y" * 48))
+
+
+def wheel(directory: Path, name: str, content: bytes) -> None:
+    directory.mkdir(exist_ok=True)
+    with zipfile.ZipFile(directory / f"{name}-1-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}/lib.so", content)
+        archive.writestr(f"{name}/notes", b"of no use")
+        archive.writestr(f"{name}-1.dist-info/RECORD", f"{name}/lib.so,,\n{name}/notes,,\n")
+
+
+def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHON": sys.executable, "MSLIME_MIN_FREE_GIB": "0"}
+    command = ["bash", ROOT / "scripts" / script, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    wheels, out = tmp_path / "downloaded wheels", tmp_path / "a bundle"
+    wheel(wheels, "kernels", CODE)
+    wheel(wheels, "large", MADE_UP)
+    wheel(wheels, "nvidia_cublas", b"the other machine has it")
+    (wheels / "extension-1.tar.gz").write_bytes(b"sources")
+    made = run("bundle.sh", "--out", out, "--wheels", wheels, "--python", HERE, "--part-mb", "1",
+               "--leave-out", "nvidia_*", "--without", "*/notes")  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    return out
+
+
+def test_a_bundle_holds_trimmed_wheels_in_parts(bundle: Path, tmp_path: Path) -> None:
+    parts = sorted(bundle.glob("part-*"))
+    assert [part.stat().st_size for part in parts[:2]] == [1 << 20] * 2 and len(parts) == 3
+    sums = [f"{hashlib.sha256(part.read_bytes()).hexdigest()}  {part.name}" for part in parts]
+    assert (bundle / "SHA256SUMS").read_text().splitlines() == sums
+    whole = tmp_path / "whole.tar"
+    whole.write_bytes(lzma.decompress(b"".join(part.read_bytes() for part in parts)))
+    with tarfile.open(whole) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    unpacked = tmp_path / "unpacked"
+    names = [
+        "arch",
+        "extension-1.tar.gz",
+        "kernels-1-py3-none-any.whl",
+        "large-1-py3-none-any.whl",
+        "left_out",
+        "python",
+    ]
+    assert sorted(path.name for path in unpacked.iterdir()) == names
+    assert (unpacked / "left_out").read_text() == "nvidia_cublas-1-py3-none-any.whl\n"
+    with zipfile.ZipFile(unpacked / "kernels-1-py3-none-any.whl") as archive:
+        assert archive.read("kernels/lib.so") == CODE.replace(b"x" * 48, bytes(48))
+        assert "kernels/notes" not in archive.namelist()
+    with zipfile.ZipFile(unpacked / "large-1-py3-none-any.whl") as archive:
+        assert archive.read("large/lib.so") == MADE_UP
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda part: part.unlink(), "damaged or missing: part-001"),
+        (lambda part: part.write_bytes(b"\0" + part.read_bytes()[1:]), "damaged or missing: part-001"),
+        (lambda part: (part.parent / "SHA256SUMS").unlink(), "is not a bundle: it has no SHA256SUMS"),
+    ],
+)
+def test_a_bundle_that_is_not_whole_is_refused_before_anything_is_made(
+    spoil: object, said: str, bundle: Path, tmp_path: Path
+) -> None:
+    assert callable(spoil)
+    spoil(bundle / "part-001")
+    done = run("install.sh", "--gpu", "--from", bundle, "--venv", tmp_path / "venv")
+    assert done.returncode == 1 and said in done.stderr and not (tmp_path / "venv").exists()
+
+
+def test_a_bundle_for_another_python_is_refused(tmp_path: Path) -> None:
+    wheel(tmp_path / "wheels", "kernels", CODE)
+    other = "3.12" if HERE == "3.11" else "3.11"
+    made = run("bundle.sh", "--out", tmp_path / "bundle", "--wheels", tmp_path / "wheels", "--python", other)
+    assert made.returncode == 0, made.stderr
+    done = run("install.sh", "--gpu", "--from", tmp_path / "bundle", "--venv", tmp_path / "venv")
+    assert done.returncode == 1 and f"is for Python {other}" in done.stderr and f"--python {HERE}" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "wheels"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--python", "3.13"], "--python is 3.13"),
+        (["--arch", "sm_90"], "--arch is sm_90"),
+        (["--wheels", "/no/such/directory"], "holds no wheels"),
+        (["--out", str(ROOT / "docs")], "is not a bundle"),
+        (["--part-mb"], "--part-mb needs a value"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_downloaded(arguments: list[str], said: str) -> None:
+    done = run("bundle.sh", *arguments)
+    assert done.returncode == 1 and said in done.stderr, done.stderr
+
+
+def test_a_bundle_is_for_gpus_alone(tmp_path: Path) -> None:
+    done = run("install.sh", "--cpu", "--from", tmp_path)
+    assert done.returncode == 1 and "--from installs the GPU packages alone" in done.stderr
