@@ -61,9 +61,9 @@ case "$version" in
   3.11 | 3.12) ;;
   *) fail "--python is $version, and mslime needs 3.11 or 3.12" "use --python 3.12, or 3.11" ;;
 esac
-case "$arch$part_mb" in
-  *[!0-9]*) fail "--arch is $arch and --part-mb is $part_mb; both must be whole numbers" "use for example --arch 90 --part-mb 60" ;;
-esac
+for option in "--arch $arch" "--part-mb $part_mb"; do
+  [[ "$option" =~ \ [1-9][0-9]*$ ]] || fail "$option: must be a whole number above 0" "use for example --arch 90 --part-mb 60"
+done
 # absolute DIR: resolves DIR from the caller's directory.
 absolute() { case "$1" in /*) printf '%s' "$1" ;; *) printf '%s' "$caller/$1" ;; esac; }
 out="$(absolute "$out")" given="$wheels"
@@ -76,7 +76,7 @@ command -v xz >/dev/null 2>&1 || fail "xz was not found, which compresses the pa
 
 python="$(find_python)"
 need_disk "$(dirname "$out")" "${MSLIME_MIN_FREE_GIB:-20}"
-mkdir -p "$wheels" "$out"
+mkdir -p "$wheels"
 log="$wheels/download.log"
 : >"$log"
 # The requirements of `pip install .[gpu]`, and what builds mslime and the extension there.
@@ -101,9 +101,9 @@ if [ -z "$given" ] && { [ ! -f "$known" ] || [ "$(cat "$known")" != "$wanted" ];
 fi
 
 say "2/3 keeping the code for compute capability $arch"
-packed="$out.packed"
-rm -rf "$packed" "$out"
-mkdir -p "$packed" "$out"
+packed="$out.packed" new="$out.new"
+rm -rf "$packed" "$new"
+mkdir -p "$packed" "$new"
 : >"$packed/left_out"
 for file in "$wheels"/*.whl "$wheels"/*.tar.gz; do
   [ -e "$file" ] || continue
@@ -116,7 +116,7 @@ for file in "$wheels"/*.whl "$wheels"/*.tar.gz; do
     printf '%s\n' "$name" >>"$packed/left_out"
   elif [ "${name##*.}" = whl ]; then
     "$python" tools/one_gpu_only.py "$file" "$packed" --arch "$arch" ${without[@]+"${without[@]}"} >>"$log" 2>&1 ||
-      fail "$(tail -n 1 "$log") (log: $log)" "remove $file, and run this again: it is then downloaded anew"
+      fail "$(tail -n 1 "$log") (log: $log)" "download it again: remove $wheels, and run this again"
   else
     cp "$file" "$packed"
   fi
@@ -125,8 +125,9 @@ printf '%s\n' "$version" >"$packed/python"
 printf '%s\n' "$arch" >"$packed/arch"
 
 say "3/3 compressing $(du -sm "$packed" | cut -f 1) MB"
-tar -C "$packed" -c . | xz -T0 -5 | split -b "${part_mb}M" -d -a 3 - "$out/part-"
-rm -rf "$packed"
-(cd "$out" && sha256sum part-* >SHA256SUMS)
+tar -C "$packed" -c . | xz -T0 -5 | split -b "${part_mb}MB" -d -a 3 - "$new/part-"
+(cd "$new" && sha256sum part-* >SHA256SUMS)
+rm -rf "$packed" "$out"
+mv "$new" "$out"
 say "wrote $(ls "$out"/part-* | wc -l) parts, $(du -sm "$out" | cut -f 1) MB, to $out"
 say "on the other machine: bash scripts/install.sh --gpu --from DIR"

@@ -51,7 +51,7 @@ def bundle(tmp_path: Path) -> Path:
 
 def test_a_bundle_holds_trimmed_wheels_in_parts(bundle: Path, tmp_path: Path) -> None:
     parts = sorted(bundle.glob("part-*"))
-    assert [part.stat().st_size for part in parts[:2]] == [1 << 20] * 2 and len(parts) == 3
+    assert [part.stat().st_size for part in parts[:2]] == [1_000_000] * 2 and len(parts) == 3
     sums = [f"{hashlib.sha256(part.read_bytes()).hexdigest()}  {part.name}" for part in parts]
     assert (bundle / "SHA256SUMS").read_text().splitlines() == sums
     whole = tmp_path / "whole.tar"
@@ -107,7 +107,8 @@ def test_a_bundle_for_another_python_is_refused(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["--python", "3.13"], "--python is 3.13"),
-        (["--arch", "sm_90"], "--arch is sm_90"),
+        (["--arch", "sm_90"], "--arch sm_90: must be a whole number"),
+        (["--part-mb", "0"], "--part-mb 0: must be a whole number"),
         (["--wheels", "/no/such/directory"], "holds no wheels"),
         (["--out", str(ROOT / "docs")], "is not a bundle"),
         (["--part-mb"], "--part-mb needs a value"),
