@@ -1,19 +1,20 @@
 """A step of one wide MoE on one GPU, its memory, packing for a sync, and offloading, against the card's limits.
 
-    python benchmarks/on_gpu.py [--layers 4] [--tokens 16384] [--steps 5] [--fp8 blockwise tensorwise]
+    python benchmarks/on_gpu.py [--layers 4] [--tokens 16384] [--steps 5] [--fp8 blockwise tensorwise] [--trace FILE]
 
 The model has random weights and the widths of Qwen3-30B-A3B (128 experts, 8 per token, a vocabulary of 151,936), in
 bfloat16, through the real `MegatronTrainer` on Transformer Engine's layers; one rank, no recompute. Both parts of each
 ratio are measured in the same run:
 
     step        seconds over the floor: 6 x active parameters x tokens operations at the rate of a large matrix product
-                (the floor excludes attention's own products)
+                (the floor excludes attention's own products); model_tflops is the same as a rate
     fp8         seconds of the bfloat16 step over those of the same step with `train.fp8`
     memory      peak of torch's allocator, and bytes of weights, gradients and optimizer, over `mslime plan`'s
     packing     filling all buckets of a weight sync, over copying the same bytes within the GPU's memory
     sleep       offloading all of the trainer's state to pinned host memory and back, over copies of as many bytes
 
-Prints medians of --steps, after two uncounted steps. Ends with one line of JSON.
+Prints medians of --steps, after two uncounted steps. --trace writes the operations of one more step, for a browser
+(chrome://tracing), and prints those that take longest. Ends with one line of JSON.
 """
 
 from __future__ import annotations
@@ -50,74 +51,82 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="tokens per step, in micro-batches of 8192")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--fp8", nargs="*", default=["blockwise"], choices=["blockwise", "tensorwise"])
+    parser.add_argument("--trace", type=Path, help="file for a profile of one step in bfloat16, such as step.json.gz")
     parser.add_argument("--small", action="store_true", help="small model, to test this script")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: to test this script")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("no GPU found; --device cpu --small tests this script")
-    found: dict[str, float | str] = {"device": _name(args.device), "torch": torch.__version__}
+    found: dict[str, float | str] = {"device": device_name(args.device), "torch": torch.__version__}
     with TemporaryDirectory(dir="/dev/shm") as directory:
-        _say("writing a checkpoint with random weights")
-        model = _model(Path(directory), args.layers, args.small, args.device)
-        _say("measuring the rates of the card")
-        rates = _rates(args.device, 1 << 20 if args.small else GIB)
+        report_progress("writing a checkpoint with random weights")
+        model = write_wide_model(Path(directory), args.layers, args.small, args.device)
+        report_progress("measuring the rates of the card")
+        rates = card_rates(args.device, 1 << 20 if args.small else GIB)
         found |= rates
         for recipe in (None, *args.fp8):
             found |= _measure(model, Path(directory), args, recipe, rates)
-            _release(args.device)
+            release(args.device)
     for recipe in args.fp8:
         found[f"ratio_fp8_{recipe}"] = float(found["step_s"]) / float(found[f"step_s_{recipe}"])
-    _print(found)
+    show(found)
     print(json.dumps(found))
 
 
-def _say(text: str) -> None:
+def report_progress(text: str) -> None:
     """Print the progress: the first steps of a process compile kernels and take long."""
     print(f"{time.perf_counter() - BEGIN:6.0f} s  {text}", file=sys.stderr, flush=True)
 
 
-def _name(device: str) -> str:
+def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else "CPU"
 
 
-def _finish(device: str) -> None:
+def gpu_memory_gb(device: str) -> float:
+    """The setting cluster.gpu_memory_gb with which `mslime plan` counts on the memory that this GPU has."""
+    from mslime_plugins.planner.plan import USABLE
+
+    return torch.cuda.get_device_properties(0).total_memory / USABLE / GIB if device == "cuda" else 80.0
+
+
+def finish(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 
 
-def _release(device: str) -> None:
+def release(device: str) -> None:
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
 
 
-def _median(work: Callable[[], object], times: int, device: str, warm: int = 2) -> float:
+def median(work: Callable[[], object], times: int, device: str, warm: int = 2) -> float:
     """Median seconds of a call."""
     found: list[float] = []
     for _ in range(times + warm):
-        _finish(device)
+        finish(device)
         begin = time.perf_counter()
         work()
-        _finish(device)
+        finish(device)
         found.append(time.perf_counter() - begin)
     return statistics.median(found[warm:])
 
 
-def _rates(device: str, size: int) -> dict[str, float]:
+def card_rates(device: str, size: int) -> dict[str, float]:
     """Measured rates of the card: operations/s, and copied bytes/s within the card and to and from the host."""
     n = 8192 if device == "cuda" else 512
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     here, there = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     host = torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda")
     return {
-        "matmul_per_s": 2 * n**3 / _median(lambda: a @ b, 20, device),
-        "copy_bytes_per_s": size / _median(lambda: there.copy_(here), 20, device),
-        "to_host_bytes_per_s": size / _median(lambda: host.copy_(here, non_blocking=True), 5, device),
-        "from_host_bytes_per_s": size / _median(lambda: there.copy_(host, non_blocking=True), 5, device),
+        "matmul_per_s": 2 * n**3 / median(lambda: a @ b, 20, device),
+        "copy_bytes_per_s": size / median(lambda: there.copy_(here), 20, device),
+        "to_host_bytes_per_s": size / median(lambda: host.copy_(here, non_blocking=True), 5, device),
+        "from_host_bytes_per_s": size / median(lambda: there.copy_(host, non_blocking=True), 5, device),
     }
 
 
-def _model(root: Path, layers: int, small: bool, device: str) -> Path:
+def write_wide_model(root: Path, layers: int, small: bool, device: str) -> Path:
     """A checkpoint with random weights."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -139,7 +148,7 @@ def _model(root: Path, layers: int, small: bool, device: str) -> Path:
         network = network.to(torch.bfloat16)
     network.save_pretrained(root / "model")
     del network
-    _release(device)
+    release(device)
     return root / "model"
 
 
@@ -181,7 +190,7 @@ def _measure(
     cuda = {"params_dtype": "bfloat16", "moe_grouped_gemm": True, "moe_permute_fusion": True}
     config = build({
         "model": {"path": str(model)}, "data": {"prompts": ["unused.jsonl"]}, "output_dir": str(root / "run"),
-        "cluster": {"device": args.device, "gpu_memory_gb": 80},
+        "cluster": {"device": args.device, "gpu_memory_gb": gpu_memory_gb(args.device)},
         "megatron": {"use_distributed_optimizer": True, **(cuda if args.device == "cuda" else {})},
         "train": {"task": "sft", "lr": 1e-5, "max_tokens_per_micro_batch": most, "fp8": recipe},
         "weights": {"bucket_mib": 1024, "transport": f"{__name__}:Nowhere"},
@@ -189,26 +198,41 @@ def _measure(
     })  # fmt: skip
     spec = policy_spec(config)
     precision = f"in FP8 ({recipe})" if recipe else "in bfloat16"
-    _say(f"a trainer {precision}")
+    report_progress(f"a trainer {precision}")
     trainer = MegatronTrainer(spec, 0, 1, f"tcp://127.0.0.1:{free_port()}")
     published = json.loads((model / "config.json").read_text())
     shards = _shards(config, args.tokens, published["vocab_size"], most)
-    _say(f"steps {precision}")
+    report_progress(f"steps {precision}")
     trainer.train(shards)
     if args.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    step_s = _median(lambda: trainer.train(shards), args.steps, args.device, warm=1)
+    step_s = median(lambda: trainer.train(shards), args.steps, args.device, warm=1)
     floor = 6 * _active(published) * args.tokens / rates["matmul_per_s"]
-    found = {"step_s": step_s, "tokens_per_s": args.tokens / step_s, "floor_s": floor, "ratio_step": step_s / floor}
+    found = {"step_s": step_s, "tokens_per_s": args.tokens / step_s, "floor_s": floor, "ratio_step": step_s / floor,
+             "model_tflops": floor * rates["matmul_per_s"] / step_s / 1e12}  # fmt: skip
     if args.device == "cuda":
         found |= _memory(config, published)
     if recipe is None:
-        _say("packing for a weight sync")
+        if args.trace:
+            _trace(lambda: trainer.train(shards), args.trace)
+        report_progress("packing for a weight sync")
         found |= _packing(trainer, args, rates)
-        _say("sleep")
+        report_progress("sleep")
         found |= _sleep(trainer, args, rates)
     trainer.close()
     return found if recipe is None else {f"{name}_{recipe}": value for name, value in found.items()}
+
+
+def _trace(work: Callable[[], object], file: Path) -> None:
+    """Write a profile of a call, and print its longest operations."""
+    from torch.profiler import profile
+
+    report_progress(f"a profile of one step, to {file}")
+    with profile() as profiled:
+        work()
+    profiled.export_chrome_trace(str(file))
+    order = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    print(profiled.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60), file=sys.stderr)
 
 
 def _memory(config: Any, published: dict[str, Any]) -> dict[str, float]:
@@ -263,7 +287,7 @@ def _packing(trainer: Any, args: argparse.Namespace, rates: dict[str, float]) ->
     engine_port: Any = OneEngine()
     sender = trainer.weight_sender(engine_port)
     sender.connect([Endpoint("http://nowhere:1")])
-    seconds = _median(lambda: sender.send(1), args.steps, args.device)
+    seconds = median(lambda: sender.send(1), args.steps, args.device)
     size = sum(bucket.hf_bytes for bucket in sender.plan.buckets)
     sender.disconnect()
     return {
@@ -274,18 +298,18 @@ def _packing(trainer: Any, args: argparse.Namespace, rates: dict[str, float]) ->
 
 def _sleep(trainer: Any, args: argparse.Namespace, rates: dict[str, float]) -> dict[str, float]:
     away, back = list[float](), list[float]()
-    _finish(args.device)
+    finish(args.device)
     awake = torch.cuda.memory_allocated() if args.device == "cuda" else 0
     asleep = 0
     for _ in range(4):
         begin = time.perf_counter()
         trainer.hold(())
-        _finish(args.device)
+        finish(args.device)
         away.append(time.perf_counter() - begin)
         asleep = torch.cuda.memory_allocated() if args.device == "cuda" else 0
         begin = time.perf_counter()
         trainer.hold(("weights", "optimizer", "gradients"))
-        _finish(args.device)
+        finish(args.device)
         back.append(time.perf_counter() - begin)
     state = trainer._state
     moved = state.size_of("weights") + state.size_of("optimizer")
@@ -297,7 +321,7 @@ def _sleep(trainer: Any, args: argparse.Namespace, rates: dict[str, float]) -> d
     }  # fmt: skip
 
 
-def _print(found: dict[str, float | str]) -> None:
+def show(found: dict[str, float | str]) -> None:
     table = Table(title=f"mslime on {found['device']}, torch {found['torch']}")
     table.add_column("")
     table.add_column("", justify="right")

@@ -8,39 +8,41 @@ source scripts/lib/gpu.sh
 
 usage() {
   cat <<'TEXT'
-Usage: bash scripts/bundle.sh [--out DIR] [--python VERSION] [--arch N] [--part-mb N] [--leave-out PATTERN]...
-                              [--without PATTERN]... [--wheels DIR] [--help]
+Usage: bash scripts/bundle.sh [--out DIR] [--arch N] [--part-mb N] [--leave-out PATTERN]... [--without PATTERN]...
+                              [--wheels DIR] [--help]
 
-Downloads the wheels of scripts/install.sh --gpu, removes the code for all GPUs but one kind, and writes them as
-compressed parts with checksums. On the other machine, from a checkout of the same commit:
+Downloads the wheels of scripts/install.sh --gpu for the Python that runs it, compiles Transformer Engine's torch
+extension, removes the code for all GPUs but one kind, and writes the wheels as compressed parts with checksums. On the
+other machine, which needs no compiler, from a checkout of the same commit and with the same version of Python:
 
     bash scripts/install.sh --gpu --from DIR
 
+Takes 25 GB, and about 35 minutes of one core the first time.
+
   --out DIR            the parts (default bundle)
-  --python VERSION     Python of the other machine, 3.11 or 3.12 (default 3.12)
-  --arch N             compute capability of its GPUs without the point (default 90: H100, H200)
+  --arch N             compute capability of the GPUs without the point (default 90: H100, H200)
   --part-mb N          largest size of a part (default 60)
   --leave-out PATTERN  leave out packages whose wheel's name matches, for example 'nvidia_*'; the other machine's Python
                        must have them, and its environment then uses that Python's packages
   --without PATTERN    leave out files of wheels, for example 'sgl_kernel/flash_ops*'
-  --wheels DIR         wheels that were downloaded before; without this they are downloaded into DIR of --out with
-                       .wheels, and kept there for the next time
+  --wheels DIR         pack these wheels; without this they are downloaded and compiled into DIR of --out with .wheels,
+                       and kept there for the next time
 
 Environment:
-  PYTHON              the Python whose pip downloads, 3.11 or 3.12
-  MSLIME_MIN_FREE_GIB required free disk space (default 20)
+  PYTHON              the Python to use, 3.11 or 3.12, of the other machine's version
+  MSLIME_MIN_FREE_GIB required free disk space (default 30)
+  MAX_JOBS            parallel compilers for the extension (default: one for each core and 4 GiB of memory)
   pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, HTTPS_PROXY, ...) are honoured.
 TEXT
 }
 
-out="bundle" version=3.12 arch=90 part_mb=60 wheels="" leave_out=() without=()
+out="bundle" arch=90 part_mb=60 wheels="" leave_out=() without=()
 while [ $# -gt 0 ]; do
   case "$1" in
-    --out | --python | --arch | --part-mb | --leave-out | --without | --wheels)
+    --out | --arch | --part-mb | --leave-out | --without | --wheels)
       [ $# -ge 2 ] || fail "$1 needs a value" "see bash scripts/bundle.sh --help"
       case "$1" in
         --out) out="$2" ;;
-        --python) version="$2" ;;
         --arch) arch="$2" ;;
         --part-mb) part_mb="$2" ;;
         --leave-out) leave_out+=("$2") ;;
@@ -57,10 +59,6 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-case "$version" in
-  3.11 | 3.12) ;;
-  *) fail "--python is $version, and mslime needs 3.11 or 3.12" "use --python 3.12, or 3.11" ;;
-esac
 for option in "--arch $arch" "--part-mb $part_mb"; do
   [[ "$option" =~ \ [1-9][0-9]*$ ]] || fail "$option: must be a whole number above 0" "use for example --arch 90 --part-mb 60"
 done
@@ -75,38 +73,48 @@ command -v xz >/dev/null 2>&1 || fail "xz was not found, which compresses the pa
   "install it: on Debian and Ubuntu the package xz-utils"
 
 python="$(find_python)"
-need_disk "$(dirname "$out")" "${MSLIME_MIN_FREE_GIB:-20}"
+version="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+[ -n "$given" ] || check_compiler "$python"
+need_disk "$(dirname "$out")" "${MSLIME_MIN_FREE_GIB:-30}"
 mkdir -p "$wheels"
-log="$wheels/download.log"
+log="$wheels/bundle.log"
 : >"$log"
-# The requirements of `pip install .[gpu]`, and what builds mslime and the extension there.
-packages="$wheels/packages.txt" known="$wheels/.downloaded"
-"$python" - >"$packages" <<'PY'
+if [ -z "$given" ]; then
+  # The requirements of `pip install .[gpu]`, and what builds mslime there and tests the GPU.
+  packages="$wheels/packages.txt" known="$wheels/.downloaded" venv="$wheels/environment"
+  "$python" - >"$packages" <<'PY'
 import tomllib
 
 project = tomllib.load(open("pyproject.toml", "rb"))
-backend, extras = project["build-system"]["requires"], project["project"]["optional-dependencies"]["gpu"]
-print("\n".join([*backend, "wheel", *project["project"]["dependencies"], *extras]))
+backend, extras = project["build-system"]["requires"], project["project"]["optional-dependencies"]
+tests = [package for package in extras["dev"] if package.startswith("pytest")]
+print("\n".join([*backend, "wheel", *project["project"]["dependencies"], *extras["gpu"], *tests]))
 PY
-wanted="$version $TE_VERSION $(cksum <"$packages")"
-if [ -z "$given" ] && { [ ! -f "$known" ] || [ "$(cat "$known")" != "$wanted" ]; }; then
-  say "1/3 downloading wheels for Python $version into $wheels (about 5 GB)"
-  platforms=(--platform linux_x86_64 --platform manylinux1_x86_64 --platform manylinux2010_x86_64 --platform manylinux2014_x86_64)
-  for minor in $(seq 5 35); do platforms+=(--platform "manylinux_2_${minor}_x86_64"); done # glibc 2.35: Ubuntu 22.04
-  quietly "$log" "$python" -m pip --disable-pip-version-check --no-input download --only-binary=:all: \
-    --python-version "$version" --implementation cp "${platforms[@]}" -d "$wheels" -r "$packages"
-  NVTE_FRAMEWORK=pytorch quietly "$log" "$python" -m pip --disable-pip-version-check --no-input download --no-deps \
-    --no-binary :all: --no-build-isolation -d "$wheels" "transformer_engine_torch==$TE_VERSION"
-  printf '%s' "$wanted" >"$known"
+  wanted="$version $TE_VERSION $(cksum <"$packages")"
+  if [ ! -f "$known" ] || [ "$(cat "$known")" != "$wanted" ]; then
+    say "1/4 downloading wheels for Python $version into $wheels (about 4 GB)"
+    rm -rf "$known" "$venv" "$wheels"/*.whl
+    quietly "$log" "$python" -m pip --disable-pip-version-check --no-input download --only-binary=:all: -d "$wheels" -r "$packages"
+    printf '%s' "$wanted" >"$known"
+  fi
+  if ! ls "$wheels"/transformer_engine_torch-"$TE_VERSION"-*.whl >/dev/null 2>&1; then
+    say "2/4 compiling Transformer Engine's torch extension ($(compile_jobs) compilers at a time)"
+    pip() { quietly "$log" "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
+    if [ ! -f "$venv/.complete" ]; then
+      "$python" -m venv --clear "$venv"
+      pip install --no-index --no-deps "$wheels"/*.whl
+      : >"$venv/.complete"
+    fi
+    compile_extension "$venv" "$wheels"
+  fi
 fi
 
-say "2/3 keeping the code for compute capability $arch"
+say "3/4 keeping the code for compute capability $arch"
 packed="$out.packed" new="$out.new"
 rm -rf "$packed" "$new"
 mkdir -p "$packed" "$new"
 : >"$packed/left_out"
-for file in "$wheels"/*.whl "$wheels"/*.tar.gz; do
-  [ -e "$file" ] || continue
+for file in "$wheels"/*.whl; do
   name="$(basename "$file")" left=""
   for pattern in ${leave_out[@]+"${leave_out[@]}"}; do
     # shellcheck disable=SC2254  # the pattern is one
@@ -114,17 +122,15 @@ for file in "$wheels"/*.whl "$wheels"/*.tar.gz; do
   done
   if [ -n "$left" ]; then
     printf '%s\n' "$name" >>"$packed/left_out"
-  elif [ "${name##*.}" = whl ]; then
+  else
     "$python" tools/one_gpu_only.py "$file" "$packed" --arch "$arch" ${without[@]+"${without[@]}"} >>"$log" 2>&1 ||
       fail "$(tail -n 1 "$log") (log: $log)" "download it again: remove $wheels, and run this again"
-  else
-    cp "$file" "$packed"
   fi
 done
 printf '%s\n' "$version" >"$packed/python"
 printf '%s\n' "$arch" >"$packed/arch"
 
-say "3/3 compressing $(du -sm "$packed" | cut -f 1) MB"
+say "4/4 compressing $(du -sm "$packed" | cut -f 1) MB"
 tar -C "$packed" -c . | xz -T0 -5 | split -b "${part_mb}MB" -d -a 3 - "$new/part-"
 (cd "$new" && sha256sum part-* >SHA256SUMS)
 rm -rf "$packed" "$out"

@@ -68,7 +68,7 @@ python="$(find_python)"
 if [ "$mode" = cpu ]; then default_gib=6; else default_gib=20; fi
 if [ "$mode" = gpu ]; then
   check_driver
-  check_compiler "$python"
+  [ -n "$bundle" ] || check_compiler "$python"
 fi
 need_disk "$venv" "${MSLIME_MIN_FREE_GIB:-$default_gib}"
 
@@ -111,12 +111,10 @@ if [ "$mode" = cpu ]; then
     pip uninstall -y torchvision
   fi
 elif [ -n "$bundle" ]; then
-  say "  1/3 the packages of $bundle"
+  say "  1/2 the packages of $bundle"
   pip install --no-index --no-deps "$wheels"/*.whl
   pip install --no-index --no-deps --no-build-isolation -e .
-  say "  2/3 Transformer Engine's torch extension, compiled against this torch ($(compile_jobs) compilers at a time)"
-  build_extension "$venv" --no-index --find-links "$wheels"
-  say "  3/3 checking"
+  say "  2/2 checking"
 else
   say "  1/3 SGLang with its own torch, megatron-core, ray, Transformer Engine (about 11 GB, 4 to 10 minutes)"
   pip install -e ".[gpu$extras_dev]"

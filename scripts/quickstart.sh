@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The main job on real engines, from a fresh machine with Python 3.11: installs mslime into .venv, makes a small
 # Qwen3-MoE and a task, warms the model up with supervised training, and lifts its held-out accuracy with reinforcement
-# learning: Megatron ranks over gloo train, an SGLang server generates, Ray supervises.
+# learning: Megatron ranks over gloo train, an SGLang server generates, Ray supervises. With --gpu one GPU does both.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/lib/common.sh
@@ -10,6 +10,8 @@ usage() {
   cat <<'TEXT'
 usage: bash scripts/quickstart.sh [options]
   --pp          two pipeline stages (PP2) instead of tensor and expert parallelism (TP2 EP2)
+  --gpu         one GPU, shared by trainer and engine, which takes weights by CUDA handles; every bit is compared after
+                every sync
   --seed N      seed of model, data and sampling (default 1234)
   --restart     delete the last quickstart; without it an interrupted one continues
   --out DIR     output directory (default outputs/quickstart)
@@ -18,12 +20,17 @@ usage: bash scripts/quickstart.sh [options]
 TEXT
 }
 
-OUT=outputs/quickstart VENV="${MSLIME_VENV:-.venv}" SEED=1234 RESTART=0
+OUT=outputs/quickstart VENV="${MSLIME_VENV:-.venv}" SEED=1234 RESTART=0 MODE=cpu SHARED=()
 LAYOUT=(--megatron.tensor-model-parallel-size 2 --megatron.expert-model-parallel-size 2)
 while [ $# -gt 0 ]; do
   case "$1" in
     --pp) LAYOUT=(--megatron.pipeline-model-parallel-size 2 --megatron.tensor-model-parallel-size 1
                   --megatron.expert-model-parallel-size 1) ;;
+    --gpu) MODE=gpu
+           LAYOUT=(--cluster.device cuda --cluster.trainer-ranks 1 --megatron.tensor-model-parallel-size 1
+                   --megatron.expert-model-parallel-size 1)
+           SHARED=(--cluster.placement colocated --weights.transport handles --weights.verify always
+                   --rollout.max-staleness 0) ;;
     --seed) SEED="${2:?--seed needs a number}"; shift ;;
     --restart) RESTART=1 ;;
     --out) OUT="${2:?--out needs a directory}"; shift ;;
@@ -39,7 +46,7 @@ say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 { mkdir -p "$OUT" && [ -w "$OUT" ]; } 2>/dev/null || fail "$OUT cannot be written" "choose a writable directory with --out DIR"
 
 say "1/4  Install (three to eight minutes the first time)"
-bash scripts/install.sh --cpu --venv "$VENV"
+bash scripts/install.sh "--$MODE" --venv "$VENV"
 export PATH="$(cd "$VENV" && pwd)/bin:$PATH"
 
 if [ "$RESTART" = 1 ]; then
@@ -64,7 +71,7 @@ fi
 
 say "4/4  Reinforcement learning (Megatron + SGLang + Ray)"
 mslime train examples/quickstart/run.yaml --output-dir "$OUT" --seed "$SEED" --model.path "$OUT/sft/hf" \
-  --data.prompts "$OUT/task/train.jsonl" "${LAYOUT[@]}" \
+  --data.prompts "$OUT/task/train.jsonl" "${LAYOUT[@]}" ${SHARED[@]+"${SHARED[@]}"} \
   --data.eval-sets "[{name: held_out, path: $OUT/task/heldout.jsonl}, {name: sampled, path: '$OUT/task/heldout.jsonl@[:64]', samples_per_prompt: 8, temperature: 1.0}]" \
   "$@"
 mslime report "$OUT/rl"

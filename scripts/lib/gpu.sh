@@ -41,20 +41,24 @@ compile_jobs() {
   if [ -n "${MAX_JOBS:-}" ]; then echo "$MAX_JOBS"; elif [ "$memory" -lt "$cores" ]; then echo "$memory"; else echo "$cores"; fi
 }
 
-# build_extension VENV [PIP_OPTION...]: compiles transformer_engine_torch against the environment's torch, once for every torch. The
-# index has only its source. NVTE_BUILD_USE_NVIDIA_WHEELS takes the CUDA and cuDNN headers from the packages that torch
-# installed: an installed CUDA toolkit has no cuDNN. NVTE_PYTORCH_FORCE_BUILD stops its setup.py from looking for a
-# prebuilt file on the network.
+# compile_extension VENV INTO: a wheel of transformer_engine_torch for the environment's torch. The index has only its
+# source. NVTE_BUILD_USE_NVIDIA_WHEELS takes the CUDA and cuDNN headers from the packages that torch installed: an
+# installed CUDA toolkit has no cuDNN. NVTE_PYTORCH_FORCE_BUILD stops its setup.py from looking for a prebuilt file on the
+# network.
+compile_extension() {
+  NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD="${NVTE_PYTORCH_FORCE_BUILD:-TRUE}" \
+    MAX_JOBS="$(compile_jobs)" \
+    pip wheel -v --no-deps --no-build-isolation --no-cache-dir -w "$2" "transformer_engine_torch==$TE_VERSION"
+}
+
+# build_extension VENV: compiles and installs it, once for every torch.
 build_extension() {
   local venv="$1" torch wheels
-  shift
   torch="$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')"
   wheels="$venv/wheels/torch-$torch"
   if ! ls "$wheels"/transformer_engine_torch-"$TE_VERSION"-*.whl >/dev/null 2>&1; then
     mkdir -p "$wheels"
-    NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD="${NVTE_PYTORCH_FORCE_BUILD:-TRUE}" \
-      MAX_JOBS="$(compile_jobs)" \
-      pip wheel -v --no-deps --no-build-isolation --no-cache-dir -w "$wheels" "$@" "transformer_engine_torch==$TE_VERSION"
+    compile_extension "$venv" "$wheels"
   fi
   pip install --no-deps --force-reinstall "$wheels"/transformer_engine_torch-"$TE_VERSION"-*.whl
 }
@@ -85,5 +89,5 @@ unpack_bundle() {
   version="$("$3" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
   [ "$version" = "$(cat "$2/python")" ] ||
     fail "$1 is for Python $(cat "$2/python"), and $3 is $version" \
-      "set PYTHON to a Python $(cat "$2/python"), or make the bundle with --python $version"
+      "set PYTHON to a Python $(cat "$2/python"), or make the bundle with PYTHON=python$version"
 }

@@ -20,6 +20,7 @@ SMALL = {
     "lora_sync": "--hidden 64 --layers 1 --experts 4 --rounds 1 --targets attention",
     "manager": "--engines 2 --requests 20 --tokens 2000 --in-flight 8 --repeats 1 --cases short",
     "on_gpu": "--small --device cpu --layers 1 --tokens 256 --steps 1 --fp8",
+    "on_gpu_run": "--small --device cpu --layers 1 --steps 3 --requests 8 --tokens 16",
     "sessions": "--sessions 2 --rate 10 --seconds 1 --turns 2",
     "train_step": "--short 4 16 --long 2 32 --steps 1",
     "two_senders": "--rounds 1",

@@ -42,9 +42,8 @@ def bundle(tmp_path: Path) -> Path:
     wheel(wheels, "kernels", CODE)
     wheel(wheels, "large", MADE_UP)
     wheel(wheels, "nvidia_cublas", b"the other machine has it")
-    (wheels / "extension-1.tar.gz").write_bytes(b"sources")
-    made = run("bundle.sh", "--out", out, "--wheels", wheels, "--python", HERE, "--part-mb", "1",
-               "--leave-out", "nvidia_*", "--without", "*/notes")  # fmt: skip
+    made = run("bundle.sh", "--out", out, "--wheels", wheels, "--part-mb", "1", "--leave-out", "nvidia_*",
+               "--without", "*/notes")  # fmt: skip
     assert made.returncode == 0, made.stderr
     return out
 
@@ -61,7 +60,6 @@ def test_a_bundle_holds_trimmed_wheels_in_parts(bundle: Path, tmp_path: Path) ->
     unpacked = tmp_path / "unpacked"
     names = [
         "arch",
-        "extension-1.tar.gz",
         "kernels-1-py3-none-any.whl",
         "large-1-py3-none-any.whl",
         "left_out",
@@ -93,20 +91,30 @@ def test_a_bundle_that_is_not_whole_is_refused_before_anything_is_made(
     assert done.returncode == 1 and said in done.stderr and not (tmp_path / "venv").exists()
 
 
-def test_a_bundle_for_another_python_is_refused(tmp_path: Path) -> None:
-    wheel(tmp_path / "wheels", "kernels", CODE)
+def test_a_bundle_for_another_python_is_refused(bundle: Path, tmp_path: Path) -> None:
     other = "3.12" if HERE == "3.11" else "3.11"
-    made = run("bundle.sh", "--out", tmp_path / "bundle", "--wheels", tmp_path / "wheels", "--python", other)
-    assert made.returncode == 0, made.stderr
-    done = run("install.sh", "--gpu", "--from", tmp_path / "bundle", "--venv", tmp_path / "venv")
-    assert done.returncode == 1 and f"is for Python {other}" in done.stderr and f"--python {HERE}" in done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "wheels"]
+    packed, unpacked = tmp_path / "whole.tar", tmp_path / "unpacked"
+    packed.write_bytes(lzma.decompress(b"".join(part.read_bytes() for part in sorted(bundle.glob("part-*")))))
+    with tarfile.open(packed) as archive:
+        archive.extractall(unpacked, filter="data")
+    assert (unpacked / "python").read_text() == f"{HERE}\n"
+    (unpacked / "python").write_text(f"{other}\n")
+    with tarfile.open(packed, "w") as archive:
+        archive.add(unpacked, ".")
+    for part in bundle.iterdir():
+        part.unlink()
+    content = lzma.compress(packed.read_bytes())
+    (bundle / "part-000").write_bytes(content)
+    (bundle / "SHA256SUMS").write_text(f"{hashlib.sha256(content).hexdigest()}  part-000\n")
+    before = sorted(tmp_path.iterdir())
+    done = run("install.sh", "--gpu", "--from", bundle, "--venv", tmp_path / "venv")
+    assert done.returncode == 1 and f"is for Python {other}" in done.stderr and f"PYTHON=python{HERE}" in done.stderr
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--python", "3.13"], "--python is 3.13"),
         (["--arch", "sm_90"], "--arch sm_90: must be a whole number"),
         (["--part-mb", "0"], "--part-mb 0: must be a whole number"),
         (["--wheels", "/no/such/directory"], "holds no wheels"),
