@@ -72,14 +72,13 @@ if [ "$mode" = gpu ]; then
 fi
 need_disk "$venv" "${MSLIME_MIN_FREE_GIB:-$default_gib}"
 
-venv_options=() wheels=""
+wheels=""
 if [ -n "$bundle" ]; then
   check_bundle "$bundle"
   mkdir -p "$(dirname "$venv")"
   wheels="$(mktemp -d "$(dirname "$venv")/.mslime-bundle.XXXXXX")"
   trap 'rm -rf "$wheels"' EXIT
   unpack_bundle "$bundle" "$wheels" "$python"
-  [ ! -s "$wheels/left_out" ] || venv_options=(--system-site-packages)
 fi
 
 started="$(date +%s)"
@@ -89,7 +88,7 @@ if [ -z "$bundle" ] && [ -x "$venv/bin/python" ] &&
     "$("$python" -c 'import sys; print(sys.version_info[:2])')" ]; then
   rm -f "$stamp"
 else
-  "$python" -m venv --clear ${venv_options[@]+"${venv_options[@]}"} "$venv" 2>/dev/null ||
+  "$python" -m venv --clear "$venv" 2>/dev/null ||
     fail "$python could not make a virtual environment in $venv" \
       "check that the directory can be written; on Debian and Ubuntu install the package python3.11-venv"
 fi
@@ -113,6 +112,7 @@ if [ "$mode" = cpu ]; then
 elif [ -n "$bundle" ]; then
   say "  1/2 the packages of $bundle"
   pip install --no-index --no-deps "$wheels"/*.whl
+  [ ! -s "$wheels/left_out" ] || use_packages_of "$python" "$venv"
   pip install --no-index --no-deps --no-build-isolation -e .
   say "  2/2 checking"
 else

@@ -130,3 +130,33 @@ def test_mistakes_are_named_before_anything_is_downloaded(arguments: list[str], 
 def test_a_bundle_is_for_gpus_alone(tmp_path: Path) -> None:
     done = run("install.sh", "--cpu", "--from", tmp_path)
     assert done.returncode == 1 and "--from installs the GPU packages alone" in done.stderr
+
+
+def test_what_a_bundle_leaves_out_comes_from_the_other_python(tmp_path: Path) -> None:
+    """That Python may be a virtual environment; one made from it has only the system's packages."""
+    for name in ("other", "own"):
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / name], check=True)
+    theirs, own = (
+        next((tmp_path / name / "lib").glob("python*")) / "site-packages" for name in ("other", "own")
+    )  # fmt: skip
+    for path in ("cudnn/lib/libcudnn.so", "nccl/lib/libnccl.so"):
+        (theirs / "nvidia" / path).parent.mkdir(parents=True)
+        (theirs / "nvidia" / path).write_text("theirs")
+    (theirs / "nvidia_cudnn_cu13-9.dist-info").mkdir()
+    (theirs / "nvidia_cudnn_cu13-9.dist-info" / "METADATA").write_text("Name: nvidia-cudnn-cu13\nVersion: 9\n")
+    (theirs / "shared.py").write_text("origin = 'theirs'")
+    (theirs / "both.py").write_text("origin = 'theirs'")
+    (own / "both.py").write_text("origin = 'own'")
+    (own / "nvidia" / "nccl" / "lib").mkdir(parents=True)
+    (own / "nvidia" / "nccl" / "lib" / "libnccl.so").write_text("own")
+    (tmp_path / "left_out").write_text("nvidia_cudnn_cu13-9.2-py3-none-any.whl\ntilelang-1-py3-none-any.whl\n")
+    script = f"""
+        source {ROOT}/scripts/lib/common.sh; source {ROOT}/scripts/lib/gpu.sh
+        missing_packages {tmp_path}/other/bin/python {tmp_path}/left_out
+        use_packages_of {tmp_path}/other/bin/python {tmp_path}/own
+        {tmp_path}/own/bin/python -c 'import both, shared; print(both.origin, shared.origin)'
+    """
+    done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["tilelang", "own theirs"]
+    assert (own / "nvidia/cudnn/lib/libcudnn.so").read_text() == "theirs"
+    assert (own / "nvidia/nccl/lib/libnccl.so").read_text() == "own"
