@@ -43,9 +43,13 @@ def make_task(described: str | None, make_rows: Callable[[int], Rows], words: Se
     parser = argparse.ArgumentParser(description=described, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="output directory; created if missing")
     parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of weights and rows (default 1234)")
+    parser.add_argument(
+        "--head-dim", type=int, default=32, metavar="N",
+        help="size of an attention head (default 32; 64 for engines on GPUs: SGLang has no rotary kernel for 32)",
+    )  # fmt: skip
     args = parser.parse_args()
-    model = args.out / "model"
-    parameters = write_model(model, args.seed, None if words is None else make_chat_tokenizer(words))
+    model, tokenizer = args.out / "model", None if words is None else make_chat_tokenizer(words)
+    parameters = write_model(model, args.seed, tokenizer, head_dim=args.head_dim)
     print(f"{model}: Qwen3-MoE, 4 layers, 16 experts top-2, {parameters / 1e6:.1f} M parameters, random")
     for name, rows in make_rows(args.seed).items():
         write_rows(args.out / f"{name}.jsonl", rows)

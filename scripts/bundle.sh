@@ -8,8 +8,8 @@ source scripts/lib/gpu.sh
 
 usage() {
   cat <<'TEXT'
-Usage: bash scripts/bundle.sh [--out DIR] [--arch N] [--part-mb N] [--leave-out PATTERN]... [--without PATTERN]...
-                              [--wheels DIR] [--help]
+Usage: bash scripts/bundle.sh [--out DIR] [--arch N] [--part-mb N] [--slim] [--leave-out PATTERN]...
+                              [--without PATTERN]... [--wheels DIR] [--help]
 
 Downloads the wheels of scripts/install.sh --gpu for the Python that runs it, compiles Transformer Engine's torch
 extension, removes the code for all GPUs but one kind, and writes the wheels as compressed parts with checksums. On the
@@ -22,9 +22,11 @@ Takes 25 GB, and about 35 minutes of one core the first time.
   --out DIR            the parts (default bundle)
   --arch N             compute capability of the GPUs without the point (default 90: H100, H200)
   --part-mb N          largest size of a part (default 60)
-  --leave-out PATTERN  leave out packages whose wheel's name matches, for example 'nvidia_*'; the other machine's Python
-                       must have them, and its environment then uses that Python's packages
-  --without PATTERN    leave out files of wheels, for example 'sgl_kernel/flash_ops*'
+  --slim               leave out what a run with sglang.attention_backend: triton does not use, as far as it was tried
+                       (requirements/slim-bundle.txt)
+  --leave-out PATTERN  leave out packages whose wheel's name matches, for example 'nvidia_cublas-*'; the environment there
+                       uses the packages of the Python that makes it
+  --without PATTERN    leave out wheels by name, or files of wheels, for example 'tilelang-*' or 'sgl_kernel/flash_ops*'
   --wheels DIR         pack these wheels; without this they are downloaded and compiled into DIR of --out with .wheels,
                        and kept there for the next time
 
@@ -46,11 +48,12 @@ while [ $# -gt 0 ]; do
         --arch) arch="$2" ;;
         --part-mb) part_mb="$2" ;;
         --leave-out) leave_out+=("$2") ;;
-        --without) without+=(--without "$2") ;;
+        --without) without+=("$2") ;;
         --wheels) wheels="$2" ;;
       esac
       shift
       ;;
+    --slim) while read -r pattern; do without+=("$pattern"); done < <(grep -v '^#' requirements/slim-bundle.txt) ;;
     --help | -h)
       usage
       exit 0
@@ -114,16 +117,24 @@ packed="$out.packed" new="$out.new"
 rm -rf "$packed" "$new"
 mkdir -p "$packed" "$new"
 : >"$packed/left_out"
-for file in "$wheels"/*.whl; do
-  name="$(basename "$file")" left=""
-  for pattern in ${leave_out[@]+"${leave_out[@]}"}; do
-    # shellcheck disable=SC2254  # the pattern is one
-    case "$name" in $pattern) left=1 ;; esac
+# matches NAME PATTERN...: whether one of the patterns does.
+matches() {
+  local name="$1" pattern
+  shift
+  for pattern in "$@"; do
+    # shellcheck disable=SC2053  # the pattern is one
+    if [[ "$name" == $pattern ]]; then return 0; fi
   done
-  if [ -n "$left" ]; then
+  return 1
+}
+files=()
+for pattern in ${without[@]+"${without[@]}"}; do files+=(--without "$pattern"); done
+for file in "$wheels"/*.whl; do
+  name="$(basename "$file")"
+  if matches "$name" ${leave_out[@]+"${leave_out[@]}"}; then
     printf '%s\n' "$name" >>"$packed/left_out"
-  else
-    "$python" tools/one_gpu_only.py "$file" "$packed" --arch "$arch" ${without[@]+"${without[@]}"} >>"$log" 2>&1 ||
+  elif ! matches "$name" ${without[@]+"${without[@]}"}; then
+    "$python" tools/one_gpu_only.py "$file" "$packed" --arch "$arch" ${files[@]+"${files[@]}"} >>"$log" 2>&1 ||
       fail "$(tail -n 1 "$log") (log: $log)" "download it again: remove $wheels, and run this again"
   fi
 done

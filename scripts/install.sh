@@ -112,7 +112,8 @@ if [ "$mode" = cpu ]; then
 elif [ -n "$bundle" ]; then
   say "  1/2 the packages of $bundle"
   pip install --no-index --no-deps "$wheels"/*.whl
-  [ ! -s "$wheels/left_out" ] || use_packages_of "$python" "$venv"
+  missing="$(link_left_out "$python" "$venv" "$wheels/left_out")"
+  [ -z "$missing" ] || say "      in neither this bundle nor $python: $missing"
   pip install --no-index --no-deps --no-build-isolation -e .
   say "  2/2 checking"
 else

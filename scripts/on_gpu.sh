@@ -140,6 +140,9 @@ else
 fi
 export out workers
 export -f gpu_tests
+if [ "$device" = cuda ]; then
+  python -W ignore scripts/lib/on_gpu_precompile.py 64 128 >"$out/precompile.log" 2>&1 &
+fi
 run_step doctor 60 mslime doctor --skip step collectives disk
 run_step tests 180 bash -c gpu_tests
 run_step quickstart 240 bash scripts/quickstart.sh "${quick[@]}" -- ${few[@]+"${few[@]}"} ${fields[@]+"${fields[@]}"}

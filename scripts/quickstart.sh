@@ -20,13 +20,14 @@ usage: bash scripts/quickstart.sh [options]
 TEXT
 }
 
-OUT=outputs/quickstart VENV="${MSLIME_VENV:-.venv}" SEED=1234 RESTART=0 MODE=cpu SHARED=()
+OUT=outputs/quickstart VENV="${MSLIME_VENV:-.venv}" SEED=1234 RESTART=0 PP=0 MODE=cpu TASK=() SHARED=()
 LAYOUT=(--megatron.tensor-model-parallel-size 2 --megatron.expert-model-parallel-size 2)
 while [ $# -gt 0 ]; do
   case "$1" in
-    --pp) LAYOUT=(--megatron.pipeline-model-parallel-size 2 --megatron.tensor-model-parallel-size 1
+    --pp) PP=1
+          LAYOUT=(--megatron.pipeline-model-parallel-size 2 --megatron.tensor-model-parallel-size 1
                   --megatron.expert-model-parallel-size 1) ;;
-    --gpu) MODE=gpu
+    --gpu) MODE=gpu TASK=(--head-dim 64)  # SGLang has no rotary kernel for the usual 32
            LAYOUT=(--cluster.device cuda --cluster.trainer-ranks 1 --megatron.tensor-model-parallel-size 1
                    --megatron.expert-model-parallel-size 1)
            SHARED=(--cluster.placement colocated --weights.transport handles --weights.verify always
@@ -41,6 +42,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
+[ "$MODE$PP" != gpu1 ] || fail "--pp needs two ranks, and --gpu has one" "use one of the two"
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 # Check before the installation: a shared checkout is often read-only.
 { mkdir -p "$OUT" && [ -w "$OUT" ]; } 2>/dev/null || fail "$OUT cannot be written" "choose a writable directory with --out DIR"
@@ -59,7 +61,7 @@ mkdir -p "$OUT"  # again, after --restart
 echo "$SEED" > "$OUT/seed"
 
 say "2/4  Make a small Qwen3-MoE checkpoint and a task"
-[ -f "$OUT/task/heldout.jsonl" ] || python -m examples.quickstart.make_task --out "$OUT/task" --seed "$SEED"
+[ -f "$OUT/task/heldout.jsonl" ] || python -m examples.quickstart.make_task --out "$OUT/task" --seed "$SEED" ${TASK[@]+"${TASK[@]}"}
 
 say "3/4  Supervised warm start (Megatron, ${LAYOUT[*]})"
 if [ -f "$OUT/sft/hf/config.json" ]; then

@@ -84,47 +84,37 @@ check_bundle() {
 
 # unpack_bundle DIR INTO PYTHON: wheels for this Python.
 unpack_bundle() {
-  local version missing
+  local version
   cat "$1"/part-* | xz -T0 -dc | tar -x -C "$2" || fail "$1 could not be unpacked into $2" "free some space, and run this again"
   version="$("$3" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
   [ "$version" = "$(cat "$2/python")" ] ||
     fail "$1 is for Python $(cat "$2/python"), and $3 is $version" \
       "set PYTHON to a Python $(cat "$2/python"), or make the bundle with PYTHON=python$version"
-  missing="$(missing_packages "$3" "$2/left_out")"
-  [ -z "$missing" ] || say "in neither this bundle nor $3: $missing"
 }
 
-# missing_packages PYTHON LIST: packages of a list of wheels that a Python lacks, whatever their versions.
-missing_packages() {
-  "$1" - "$2" <<'PY'
+# link_left_out PYTHON VENV LIST: links the packages of a list of wheels, in whatever version PYTHON has, into VENV: file by
+# file, because NVIDIA's packages share directories, and torch's libraries look for theirs beside themselves. Prints those
+# that PYTHON lacks.
+link_left_out() {
+  "$1" - "$("$2/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" "$3" <<'PY'
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-missing = []
-for wheel in Path(sys.argv[1]).read_text().split():
+own, missing = Path(sys.argv[1]), []
+for wheel in Path(sys.argv[2]).read_text().split():
+    name = wheel.split("-")[0]
     try:
-        version(wheel.split("-")[0])
+        files = distribution(name).files or []
     except PackageNotFoundError:
-        missing.append(wheel.split("-")[0])
+        missing.append(name)
+        continue
+    for file in files:
+        link = own / file
+        if ".." in file.parts or file.suffix == ".pyc" or link.exists():
+            continue
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(file.locate())
 print(*missing)
-PY
-}
-
-# use_packages_of PYTHON VENV: what VENV lacks is imported from PYTHON's packages. torch's libraries look for NVIDIA's beside
-# themselves, so these are linked.
-use_packages_of() {
-  "$2/bin/python" - "$("$1" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" <<'PY'
-import sys
-import sysconfig
-from pathlib import Path
-
-theirs, own = Path(sys.argv[1]), Path(sysconfig.get_path("platlib"))
-(own / "packages_of_another_python.pth").write_text(f"{theirs}\n")
-for directory in (theirs / "nvidia").glob("*"):
-    link = own / "nvidia" / directory.name
-    if directory.is_dir() and not link.exists():
-        link.parent.mkdir(exist_ok=True)
-        link.symlink_to(directory)
 PY
 }

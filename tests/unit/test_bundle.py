@@ -42,8 +42,9 @@ def bundle(tmp_path: Path) -> Path:
     wheel(wheels, "kernels", CODE)
     wheel(wheels, "large", MADE_UP)
     wheel(wheels, "nvidia_cublas", b"the other machine has it")
+    wheel(wheels, "tilelang", b"of no use either")
     made = run("bundle.sh", "--out", out, "--wheels", wheels, "--part-mb", "1", "--leave-out", "nvidia_*",
-               "--without", "*/notes")  # fmt: skip
+               "--without", "*/notes", "--without", "tilelang-*")  # fmt: skip
     assert made.returncode == 0, made.stderr
     return out
 
@@ -127,36 +128,51 @@ def test_mistakes_are_named_before_anything_is_downloaded(arguments: list[str], 
     assert done.returncode == 1 and said in done.stderr, done.stderr
 
 
+def test_a_slim_bundle_has_no_attention_kernels_of_its_own(tmp_path: Path) -> None:
+    for name in ("sgl_kernel", "flashinfer_python", "torch"):
+        wheel(tmp_path / "wheels", name, CODE)
+    with zipfile.ZipFile(tmp_path / "wheels" / "sgl_kernel-1-py3-none-any.whl", "a") as archive:
+        archive.writestr("sgl_kernel/flash_ops.abi3.so", MADE_UP)
+    made = run("bundle.sh", "--slim", "--out", tmp_path / "bundle", "--wheels", tmp_path / "wheels")
+    assert made.returncode == 0, made.stderr
+    (tmp_path / "tar").write_bytes(lzma.decompress((tmp_path / "bundle" / "part-000").read_bytes()))
+    with tarfile.open(tmp_path / "tar") as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    assert sorted(path.name.split("-")[0] for path in (tmp_path / "unpacked").glob("*.whl")) == ["sgl_kernel", "torch"]
+    with zipfile.ZipFile(tmp_path / "unpacked" / "sgl_kernel-1-py3-none-any.whl") as kernels:
+        assert "sgl_kernel/flash_ops.abi3.so" not in kernels.namelist() and "sgl_kernel/lib.so" in kernels.namelist()
+
+
 def test_a_bundle_is_for_gpus_alone(tmp_path: Path) -> None:
     done = run("install.sh", "--cpu", "--from", tmp_path)
     assert done.returncode == 1 and "--from installs the GPU packages alone" in done.stderr
 
 
 def test_what_a_bundle_leaves_out_comes_from_the_other_python(tmp_path: Path) -> None:
-    """That Python may be a virtual environment; one made from it has only the system's packages."""
+    """That Python may be a virtual environment, and nothing else of it becomes visible."""
     for name in ("other", "own"):
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / name], check=True)
-    theirs, own = (
-        next((tmp_path / name / "lib").glob("python*")) / "site-packages" for name in ("other", "own")
-    )  # fmt: skip
-    for path in ("cudnn/lib/libcudnn.so", "nccl/lib/libnccl.so"):
-        (theirs / "nvidia" / path).parent.mkdir(parents=True)
-        (theirs / "nvidia" / path).write_text("theirs")
-    (theirs / "nvidia_cudnn_cu13-9.dist-info").mkdir()
-    (theirs / "nvidia_cudnn_cu13-9.dist-info" / "METADATA").write_text("Name: nvidia-cudnn-cu13\nVersion: 9\n")
-    (theirs / "shared.py").write_text("origin = 'theirs'")
-    (theirs / "both.py").write_text("origin = 'theirs'")
-    (own / "both.py").write_text("origin = 'own'")
-    (own / "nvidia" / "nccl" / "lib").mkdir(parents=True)
-    (own / "nvidia" / "nccl" / "lib" / "libnccl.so").write_text("own")
-    (tmp_path / "left_out").write_text("nvidia_cudnn_cu13-9.2-py3-none-any.whl\ntilelang-1-py3-none-any.whl\n")
+    theirs, own = (next((tmp_path / name / "lib").glob("python*")) / "site-packages" for name in ("other", "own"))
+    content = {
+        "nvidia/cu13/lib/libcudart.so": "theirs",
+        "nvidia/cu13/lib/libcublas.so": "theirs",
+        "nvidia_cuda-9.dist-info/METADATA": "Name: nvidia-cuda\nVersion: 9\n",
+    }
+    for path, text in content.items():
+        (theirs / path).parent.mkdir(parents=True, exist_ok=True)
+        (theirs / path).write_text(text)
+    (theirs / "nvidia_cuda-9.dist-info/RECORD").write_text("".join(f"{path},,\n" for path in content))
+    (theirs / "other.py").touch()
+    (own / "nvidia/cu13/lib").mkdir(parents=True)
+    (own / "nvidia/cu13/lib/libcublas.so").write_text("own")
+    (tmp_path / "left_out").write_text("nvidia_cuda-9.2-py3-none-any.whl\ntilelang-1-py3-none-any.whl\n")
     script = f"""
         source {ROOT}/scripts/lib/common.sh; source {ROOT}/scripts/lib/gpu.sh
-        missing_packages {tmp_path}/other/bin/python {tmp_path}/left_out
-        use_packages_of {tmp_path}/other/bin/python {tmp_path}/own
-        {tmp_path}/own/bin/python -c 'import both, shared; print(both.origin, shared.origin)'
+        link_left_out {tmp_path}/other/bin/python {tmp_path}/own {tmp_path}/left_out
+        {tmp_path}/own/bin/python -c 'from importlib.metadata import version; print(version("nvidia-cuda"))'
+        {tmp_path}/own/bin/python -c 'import other' || echo no other
     """
     done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["tilelang", "own theirs"]
-    assert (own / "nvidia/cudnn/lib/libcudnn.so").read_text() == "theirs"
-    assert (own / "nvidia/nccl/lib/libnccl.so").read_text() == "own"
+    assert done.stdout.splitlines() == ["tilelang", "9", "no other"]
+    assert (own / "nvidia/cu13/lib/libcudart.so").read_text() == "theirs"
+    assert (own / "nvidia/cu13/lib/libcublas.so").read_text() == "own"

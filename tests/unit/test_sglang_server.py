@@ -519,6 +519,17 @@ def test_the_environment_carries_the_platform_on_cpu_only() -> None:
     assert base == {"PYTHONPATH": "/mine", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NO_PROXY": "a"}
 
 
+def test_a_server_on_a_gpu_finds_the_cuda_runtime_of_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory saver's library, which is preloaded, needs it; without it every scheduler ends with status 127."""
+    runtime = tmp_path / "nvidia" / "cu13" / "lib" / "libcudart.so.13"
+    runtime.parent.mkdir(parents=True)
+    runtime.touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = environment({"LD_LIBRARY_PATH": "/driver"}, cpu=False, ranks=1, gpus=None)["LD_LIBRARY_PATH"].split(":")
+    assert found[0] == "/driver" and str(runtime.parent) in found
+    assert "LD_LIBRARY_PATH" not in environment({}, cpu=True, ranks=1, gpus=None)
+
+
 def test_a_server_finds_the_plug_in_beside_those_of_the_user() -> None:
     env = environment({}, cpu=False, ranks=1, gpus=None)
     found = [point for d in metadata.distributions(path=env["PYTHONPATH"].split(os.pathsep))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -158,6 +159,8 @@ def environment(
     else:
         # Options such as expandable segments, set for the trainer, break the engine's memory saver.
         env.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+        # The memory saver is preloaded into schedulers, before torch finds the CUDA runtime that pip installed.
+        env["LD_LIBRARY_PATH"] = os.pathsep.join([*filter(None, [env.get("LD_LIBRARY_PATH")]), *_cuda_libraries()])
     if masks:
         env["SGLANG_ENABLE_DISAGG_SAMPLING_MASK"] = "1"
     if gpus is not None:
@@ -166,3 +169,10 @@ def environment(
         env["SGLANG_PLUGINS"] += ",mslime"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return env
+
+
+def _cuda_libraries() -> list[str]:
+    """Directories of NVIDIA's wheels with the CUDA runtime."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = spec.submodule_search_locations if spec else None
+    return [str(path.parent) for root in roots or () for path in Path(root).glob("*/lib/libcudart.so.*")]
