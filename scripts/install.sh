@@ -111,7 +111,8 @@ if [ "$mode" = cpu ]; then
   fi
 elif [ -n "$bundle" ]; then
   say "  1/2 the packages of $bundle"
-  pip install --no-index --no-deps "$wheels"/*.whl
+  pip install --no-index --no-deps --no-compile "$wheels"/*.whl
+  "$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python*/site-packages >>"$log" 2>&1 || true  # some are templates
   missing="$(link_left_out "$python" "$venv" "$wheels/left_out")"
   [ -z "$missing" ] || say "      in neither this bundle nor $python: $missing"
   pip install --no-index --no-deps --no-build-isolation -e .
