@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 import mslime.backends.megatron  # the CPU platform comes before anything of megatron.core  # noqa: F401
 
@@ -32,11 +33,12 @@ from mslime.backends.megatron.replay.route_rows import (
     token_keys,
 )
 from mslime.backends.megatron.replay.routing_replay import LayerReplay, Routing, RoutingReplay, refuse_bypass
-from mslime.backends.megatron.step.batches import RowLayout, SequenceSlicer
+from mslime.backends.megatron.step.batches import RowLayout, SequenceSlicer, build_micro_batch, on_device
 from mslime.config.errors import ConfigError, EngineError
 from mslime.data.routes import Routes
 from mslime.data.shard import TrainShard
 from tests.fixtures.model_facts import model_facts
+from tests.unit.test_host_waits import HostWaits
 
 ROWS, EXPERTS, TOP_K = 6, 8, 2
 
@@ -286,7 +288,7 @@ def test_every_layout_consumes_the_same_rows_exactly_once(ranks: list[RowLayout]
     for rank in ranks:
         slicer = SequenceSlicer.build(shard.spans(), rank)
         rows = ShardRoutes.from_rollout(shard, (1, 3)).rows(slicer, torch.device("cpu"))
-        total += int((row_hashes(rows.experts, rows.keys, (1, 3)) * rows.mask[:, None]).sum())
+        total += int((row_hashes(rows.experts, rows.keys, torch.tensor([1, 3])) * rows.mask[:, None]).sum())
     assert (total - fingerprint(shard, (1, 3))) % 2**64 == 0
 
 
@@ -352,20 +354,37 @@ def test_the_fingerprint_notices(change: str) -> None:
 
 
 class FakeLayer:
-    """Takes whatever is laid out."""
+    """Takes whatever is laid out, and has chosen experts 3 and 4."""
 
     def __init__(self, layer_id: int) -> None:
-        self.layer_id, self.agreed = layer_id, None
+        self.layer_id, self.agreed, self.experts = layer_id, None, torch.zeros(0)
 
-    def lay_out(self, experts: Tensor, mask: Tensor) -> None: ...
+    def start(self, *_: object, **__: object) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def clear_indices(self) -> None: ...
+
+    def lay_out(self, experts: Tensor, mask: Tensor) -> None:
+        self.experts = experts
+
+    def get_recorded_indices(self) -> Tensor:
+        return torch.tensor([[3, 4]] * ROWS)
+
+
+def replay_of(*chunks: list[Any]) -> Any:
+    """Replay of these layers, by model chunk, without a model of four layers."""
+    replay: Any = object.__new__(RoutingReplay)
+    replay.num_layers, replay.device, replay.records = 4, torch.device("cpu"), {}
+    replay.chunks, replay.layers = list(chunks), [layer for chunk in chunks for layer in chunk]
+    replay.layer_ids = tuple(layer.layer_id for layer in replay.layers)
+    replay._layers_on_device = torch.tensor(replay.layer_ids)
+    return replay
 
 
 @pytest.mark.parametrize("change", [None, "tokens", "layers", "order"])
 def test_a_pass_that_used_other_routes_than_the_steps_own_is_refused(change: str | None) -> None:
-    replay: Any = object.__new__(RoutingReplay)
-    replay.num_layers, replay.layer_ids, replay.device = 4, (1, 3), torch.device("cpu")
-    replay.layers = [FakeLayer(1), FakeLayer(3)]
-    replay.chunks = [replay.layers]
+    replay = replay_of([FakeLayer(1), FakeLayer(3)])
     slicer, tally = SequenceSlicer.build(make_shard().spans(), RowLayout()), replay.tally()
     used = ShardRoutes.from_rollout(with_routes(OTHERS[change]) if change else make_shard(), (1, 3))
     replay.lay_out(0, used.rows(slicer, replay.device), tally)
@@ -377,6 +396,59 @@ def test_a_pass_that_used_other_routes_than_the_steps_own_is_refused(change: str
         return
     with pytest.raises(AssertionError, match="are not those of the step, each exactly once"):
         routing.report(make_shard())
+
+
+def test_each_chunk_replays_the_columns_of_its_own_layers() -> None:
+    shard = make_shard()
+    assert shard.routes is not None
+    slicer, one, other = SequenceSlicer.build(shard.spans(), RowLayout()), FakeLayer(1), FakeLayer(3)
+    rows = ShardRoutes.from_rollout(shard, (1, 3)).rows(slicer, torch.device("cpu"))
+    replay, counted = replay_of([one], [], [other]), []
+    tally = replay.tally()
+    for chunk in range(3):
+        replay.lay_out(chunk, rows, tally)
+        counted.append(int(tally.rows))
+    assert counted == [5, 5, 10] and (int(tally.fingerprint) - fingerprint(shard, (1, 3))) % 2**64 == 0
+    for column, layer in enumerate((one, other)):
+        np.testing.assert_array_equal(layer.experts.numpy(), shard.routes.experts[:, column])
+
+
+def test_a_recording_without_a_chunk_is_refused_when_its_pass_ends() -> None:
+    replay = replay_of([FakeLayer(0)], [FakeLayer(2)])
+    with replay.recording():
+        replay.keep(0, "a"), replay.keep(1, "a")
+    assert replay.records["a"].tolist() == [[[3, 4]] * 2] * ROWS
+    with pytest.raises(AssertionError, match="not recorded in every model chunk"), replay.recording():
+        replay.keep(0, "a"), replay.keep(1, "a"), replay.keep(0, "b")
+
+
+@pytest.mark.parametrize("mode", ["r3", "r2"])
+def test_in_a_micro_batch_the_host_waits_for_no_gpu(
+    mode: Any, hook: LayerReplay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layout of its routes, its forward pass in a checkpoint, recomputation and backward pass (see `HostWaits`)."""
+
+    def through_pinned_memory(array: Any, device: torch.device) -> Tensor:
+        with _disable_current_modes():
+            return on_device(array, device)
+
+    monkeypatch.setattr(route_rows, "on_device", through_pinned_memory)
+    experts = np.array([[[0, 1]]] * 7, np.uint8)
+    shard = make_shard(routes=Routes(experts, np.ones(7, np.bool_), (hook.layer_id,)))
+    model, device = model_facts(100, num_layers=6, top_k=TOP_K, num_experts=EXPERTS), torch.device("cpu")
+    routing = Routing(mode, replay_of([hook]), model, parallel=None, device=device)  # type: ignore[arg-type]
+    routing._recorded[0] = {0: torch.from_numpy(experts.astype(np.int16))}
+    routes, batch = routing.laid_out(shard, 0), build_micro_batch(shard, 0, RowLayout(), packed=True, device=device)
+    logits = torch.randn(7, EXPERTS, requires_grad=True)
+    assert routes is not None
+    with HostWaits() as waits:
+        routes.before_forward(0, batch)
+        with torch.no_grad():
+            route(hook, logits)
+        probs, _ = route(hook, logits)
+        probs.square().sum().backward()
+    hook.check_used_up()
+    assert waits.found == []
 
 
 def test_token_keys_are_unique_over_sequences_and_never_those_of_padding() -> None:
