@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.profiler import profile
 from torch.utils._python_dispatch import _disable_current_modes
 
 import mslime.backends.megatron  # the CPU platform comes before anything of megatron.core  # noqa: F401
@@ -127,6 +128,29 @@ def test_agreement_counts_replayed_rows_whose_natural_set_is_the_same(hook: Laye
     hook.lay_out(experts, mask)
     route(hook, logits)
     assert int(hook.agreed if hook.agreed is not None else -1) == 2, "order does not matter, masked rows do not count"
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.sampled_from([torch.uint8, torch.int16]))
+def test_agreement_is_counted_as_by_sorting(seed: int, top_k: int, dtype: torch.dtype) -> None:
+    """Few experts, so that many sets agree. Rows outside the mask may hold an expert twice."""
+    random = torch.Generator().manual_seed(seed)
+    natural, experts = (torch.rand(2 * ROWS, top_k + 1, generator=random).argsort(-1)[:, :top_k] for _ in range(2))
+    mask = torch.rand(2 * ROWS, generator=random) < 0.7
+    experts[~mask] = 0
+    layer: Any = object.__new__(LayerReplay)
+    layer.layer_id, layer.gradient, layer.agreed = 0, False, torch.zeros((), dtype=torch.int64)
+    layer.experts_and_mask = (experts.to(dtype), mask)
+    layer._next_rows(natural)
+    assert int(layer.agreed) == int(((natural.sort().values == experts.sort().values).all(-1) & mask).sum())
+
+
+def test_agreement_sorts_nothing(hook: LayerReplay) -> None:
+    """A sort of each row takes several kernels and as much time as the router's own top-k."""
+    logits, experts = logits_and_experts()
+    hook.lay_out(experts, torch.ones(ROWS, dtype=torch.bool))
+    with profile() as ran:
+        route(hook, logits)
+    assert "aten::topk" in (names := {event.key for event in ran.key_averages()}) and "aten::sort" not in names
 
 
 def test_recomputation_replays_micro_batches_in_the_order_of_their_forward_passes(hook: LayerReplay) -> None:
