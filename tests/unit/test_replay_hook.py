@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -23,7 +25,7 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
-from mslime.backends.megatron.replay import route_rows
+from mslime.backends.megatron.replay import route_rows, routing_replay
 from mslime.backends.megatron.replay.route_rows import (
     HASHES_AT_ONCE,
     ShardRoutes,
@@ -293,6 +295,26 @@ def test_no_pass_is_laid_out_with_routes_that_cannot_be_replayed() -> None:
     routing.laid_out(make_shard(), 0)
     with pytest.raises(EngineError, match="sequence 3, position 1"):
         routing.laid_out(with_routes(twice), 0)
+
+
+def test_routes_are_checked_once_for_all_passes_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, checked = model_facts(100, num_layers=2, top_k=TOP_K, num_experts=EXPERTS), []
+    replay: Any = SimpleNamespace(layer_ids=(1, 3), tally=lambda: None)
+    routing = Routing("r3", replay, model, parallel=None, device=torch.device("cpu"))  # type: ignore[arg-type]
+    monkeypatch.setattr(routing_replay, "check_routes", lambda shard, *_: checked.append(shard))
+    shards = [make_shard(), make_shard()]
+    for index, shard in enumerate(shards):
+        routing.laid_out(shard, index)
+    for index, shard in enumerate(shards):
+        routing.laid_out(replace(shard, old_log_probs=np.zeros(7, np.float32)), index)
+    assert [id(each) for each in checked] == [id(each) for each in shards]
+    routing.laid_out(make_shard(), 0)
+    assert len(checked) == 3, "equal routes of another step"
+    held = weakref.ref(shards[0].routes)
+    shards.clear(), checked.clear()
+    del shard
+    gc.collect()
+    assert held() is None, "routes of a past step are not kept"
 
 
 def fingerprint(shard: TrainShard, layers: Any) -> int:

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ from mslime.config.base import ReplayMode
 from mslime.config.errors import ConfigError
 from mslime.convert.families import ModelFields
 from mslime.data.probe import RoutedRows
+from mslime.data.routes import Routes
 from mslime.data.shard import TrainShard
 
 
@@ -418,6 +420,7 @@ class Routing:
     device: torch.device
     max_age: int | None = None
     _recorded: dict[int, Records] = field(default_factory=dict)
+    _checked: WeakSet[Routes] = field(default_factory=WeakSet[Routes])
     _tally: RouterCounts | None = None
 
     @contextmanager
@@ -457,7 +460,10 @@ class Routing:
             return None
         records: Records = {}
         if self.mode == "r3":
-            check_routes(shard, self.model.num_experts, self.model.top_k)
+            assert shard.routes is not None, "replay from the rollout needs routes in the shard"
+            if shard.routes not in self._checked:  # a step's passes share them
+                check_routes(shard, self.model.num_experts, self.model.top_k)
+                self._checked.add(shard.routes)
             routes = ShardRoutes.from_rollout(shard, replay.layer_ids, self.max_age)
         else:
             records = self._recorded.pop(step)
