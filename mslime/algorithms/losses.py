@@ -218,26 +218,26 @@ def _add_ratios(statistics: LossStatistics, batch: TokenBatch, policy: TokenLoss
     mismatch/kl is the mean of k3, an estimate of KL(mu || pi_old) with tokens from mu; kl_k1 is its unbiased, signed
     companion; the histogram of |log rho| gives ratio_p99, the 99th percentile of max(rho, 1 / rho).
     """
-    mask = batch.mask
-    statistics.add_user_metrics({name: values[mask] for name, values in policy.metrics.items()})
+    mask = batch.mask  # other tokens count as zeros: after a boolean index the host waits for a GPU to count the rows
+    statistics.add_user_metrics({name: torch.where(mask, values, 0) for name, values in policy.metrics.items()})
     statistics.add("clipped_below", (policy.below & mask).sum())
     statistics.add("clipped_above", (policy.above & mask).sum())
     statistics.add("ppo_kl", kl_estimate(batch.anchor.double(), batch.log_probs.detach().double(), "k3").sum())
-    statistics.add_ratio_histogram(batch.log_ratio.detach()[mask])
-    trainer, behaviour = batch.old_log_probs.double()[mask], batch.behaviour_log_probs.double()[mask]
+    statistics.add_ratio_histogram(batch.log_ratio.detach(), mask)
+    trainer, behaviour = batch.old_log_probs.double(), batch.behaviour_log_probs.double()
     k3 = kl_estimate(behaviour, trainer, "k3")
     statistics.add("mismatch_tokens", mask.sum())
     statistics.add("mismatch_k1", kl_estimate(behaviour, trainer, "k1").sum())
     statistics.add("mismatch_k3", k3.sum())
-    statistics.add_mismatch_histogram((trainer - behaviour).abs())
-    of_tokens = {"k3": k3, "clipped": (policy.below | policy.above)[mask]}
+    statistics.add_mismatch_histogram((trainer - behaviour).abs(), mask)
+    of_tokens = {"tokens": mask, "k3": k3, "clipped": (policy.below | policy.above) & mask}
     if inputs.entropy is not None:
-        of_tokens["entropy"] = inputs.entropy.detach()[mask].double()
+        of_tokens["entropy"] = torch.where(mask, inputs.entropy.detach(), 0.0).double()
         statistics.add("entropy_of_tokens", of_tokens["entropy"].sum())
     if batch.ages is not None:
-        statistics.add_by("age", batch.ages[mask], of_tokens)
+        statistics.add_by("age", batch.ages, of_tokens)
     if inputs.positions is not None:
-        statistics.add_by("position", inputs.positions[mask], of_tokens)
+        statistics.add_by("position", inputs.positions, of_tokens)
 
 
 # Losses for clients of `mslime serve`, as the public SDK's documentation defines them: sums over tokens.

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, cast
 
 import torch
@@ -102,31 +103,30 @@ class LossStatistics:
         """Add the 0-d `value` to the sum `name`."""
         self.sums[SUM_NAMES.index(name)] += value.detach().double()
 
-    def add_mismatch_histogram(self, abs_log_ratio: Tensor) -> None:
-        """Count [n] values of |log rho|, and keep their largest."""
-        self._count("mismatch_bins", _bins(abs_log_ratio.double()))
+    def add_mismatch_histogram(self, abs_log_ratio: Tensor, mask: Tensor) -> None:
+        """Count values of |log rho|, [n], 0 outside the mask [n] bool, and keep their largest."""
+        self._count("mismatch_bins", _bins(abs_log_ratio.double()), mask)
         self._largest("mismatch_abs", abs_log_ratio)
 
-    def add_ratio_histogram(self, log_ratio: Tensor) -> None:
-        """Count [n] values of log r, and keep their largest."""
+    def add_ratio_histogram(self, log_ratio: Tensor, mask: Tensor) -> None:
+        """Count values of log r, [n], 0 outside the mask [n] bool, and keep their largest."""
         position = _bins(log_ratio.double().abs())
-        self._count("ratio_bins", torch.where(log_ratio < 0, BINS - 1 - position, BINS + position))
+        self._count("ratio_bins", torch.where(log_ratio < 0, BINS - 1 - position, BINS + position), mask)
         self._largest("ratio_above", log_ratio)
 
     def add_by(self, by: Literal["age", "position"], values: Tensor, of_tokens: dict[str, Tensor]) -> None:
-        """Sums of each column of [n] trained tokens, `k3`, `clipped` or `entropy`, by their [n] int64 ages, or by their
-        positions after the response's first trained token.
+        """Sums of each column [n], `tokens`, `k3`, `clipped` or `entropy`, by the tokens' ages, [n] int64, or by their
+        positions after the response's first trained token. The columns are 0 for tokens that are not trained.
         """
         if by == "age":
             bucket = values.clamp(0, AGES - 1)
         else:
-            bucket = torch.searchsorted(torch.tensor(POSITIONS, device=values.device), values, right=True) - 1
-        self._count(f"{by}_tokens", bucket)
+            bucket = torch.searchsorted(_first_positions(values.device), values, right=True) - 1
         for name, column in of_tokens.items():
             self._count(f"{by}_{name}", bucket, column)
 
     def add_user_metrics(self, of_tokens: Mapping[str, Tensor]) -> None:
-        """Add sums of [n] numbers of trained tokens, by name, from a user's loss.
+        """Add sums of [n] numbers by name, from a user's loss; they are 0 for tokens that are not trained.
 
         Raises:
             ConfigError: there are more than USER_METRICS.
@@ -145,15 +145,20 @@ class LossStatistics:
         """Whether any of the summed ranks has `user_names`. Equal on all of them."""
         return bool(self.sums[SUM_NAMES.index("user_reports")] > 0)
 
-    def _count(self, block: str, index: Tensor, values: Tensor | None = None) -> None:
-        """Add `values` [n], or ones, to the bins `index` [n] of a block."""
-        add = torch.ones(index.shape, device=index.device) if values is None else values
-        self.sums.index_add_(0, _STARTS[block] + index, add.detach().double())
+    def _count(self, block: str, index: Tensor, values: Tensor) -> None:
+        """Add `values` [n] to the bins `index` [n] of a block."""
+        self.sums.index_add_(0, _STARTS[block] + index, values.detach().double())
 
     def _largest(self, name: str, values: Tensor) -> None:
         if values.numel():
             index = MAX_NAMES.index(name)
             self.maxima[index] = torch.maximum(self.maxima[index], values.detach().max().double())
+
+
+@cache
+def _first_positions(device: torch.device) -> Tensor:
+    """POSITIONS on the device, once: a copy from the host waits for all work queued before it on a GPU's stream."""
+    return torch.tensor(POSITIONS, device=device)
 
 
 def _bins(size: Tensor) -> Tensor:

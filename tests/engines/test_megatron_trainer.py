@@ -56,7 +56,8 @@ def test_a_gradient_that_is_not_finite_stops_the_step(tiny_qwen3_moe: Path) -> N
 
 
 def policies(rank: int, world_size: int, init_method: str, checkpoint: Path) -> dict[str, Any]:
-    """Log-probs of both policies before and after a step, and whether the actor's weights survived the swaps."""
+    """Log-probs of both policies before and after a step, whether the actor's weights survived the swaps, and how many
+    swaps prepared two more shards."""
     case = Case(1, {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True})
     trainer = MegatronTrainer(policy_spec(run_config(checkpoint, case)), rank, world_size, init_method)
     seen: list[tuple[int, int]] = []
@@ -67,7 +68,15 @@ def policies(rank: int, world_size: int, init_method: str, checkpoint: Path) -> 
     weights = {name: tensor.clone() for name, tensor in trainer.named_local_params()}
     after = trainer.log_probs(shard), trainer.log_probs(shard, "reference")
     same = all(torch.equal(weights[name], tensor) for name, tensor in trainer.named_local_params())
-    return {"before": before, "after": after, "same": same, "progress": seen}
+    shards, swaps = make_shards(case, 1, 0, None), []
+    apart = [(trainer.log_probs(shard).numpy(), trainer.log_probs(shard, "reference").numpy()) for shard in shards]
+    other = trainer.base.reference
+    assert other is not None
+    swapped_in = other.swapped_in
+    other.swapped_in = lambda: swaps.append(1) or swapped_in()  # type: ignore[method-assign]
+    prepared = [(shard.old_log_probs, shard.reference_log_probs) for shard in trainer.prepare(shards)[0]]
+    return {"before": before, "after": after, "same": same, "progress": seen, "swaps": len(swaps),
+            "apart": apart, "prepared": prepared}  # fmt: skip
 
 
 def test_the_reference_policy_stays_what_it_was_and_the_actor_comes_back_bit_for_bit(tiny_qwen3_moe: Path) -> None:
@@ -78,6 +87,9 @@ def test_the_reference_policy_stays_what_it_was_and_the_actor_comes_back_bit_for
     assert float((found["after"][0] - actor).abs().max()) > 1e-3
     assert found["same"]
     assert found["progress"] == [(1, 3), (2, 3), (3, 3)]
+    assert found["swaps"] == 1, "once for both shards"
+    for ours, alone in zip(found["prepared"], found["apart"], strict=True):
+        np.testing.assert_array_equal(ours, alone)
 
 
 def fine_tune(rank: int, world_size: int, init_method: str, checkpoint: Path) -> list[dict[str, float]]:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from mslime.algorithms.corrections import needs_old_log_probs
 from mslime.algorithms.losses import LossOutput, PolicyLossInputs, client_loss, policy_loss, sft_loss
-from mslime.algorithms.statistics import LossStatistics, finalise, mean_weight
+from mslime.algorithms.policies import LOSSES, TokenLoss
+from mslime.algorithms.statistics import SUM_NAMES, LossStatistics, _block, finalise, mean_weight
 from mslime.algorithms.token_batch import Reduce, kl_estimate
 from mslime.config.algorithm import PRESETS, AlgorithmConfig, CorrectionConfig
 from mslime.config.errors import ConfigError
@@ -194,6 +195,33 @@ def test_what_stands_outside_the_mask_never_reaches_loss_gradient_or_metrics() -
         b.loss.backward()
         assert finalise(a.statistics) == finalise(b.statistics)
         assert torch.isfinite(dirty.log_probs.grad).all()
+
+
+def test_metrics_of_a_loss_are_sums_over_trained_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = random_tokens(np.random.default_rng(2), LENGTHS, 0.3, mask_share=0.5)
+    mask, ones = torch.tensor(tokens.mask), torch.ones(len(tokens.mask))
+    metrics = {"own": torch.where(mask, 2.5, torch.nan), "count": ones.long(), "is": ones.bool()}
+    monkeypatch.setitem(LOSSES, "ppo", lambda batch, config: TokenLoss(-batch.log_probs, mask, mask, metrics))
+    found = finalise(policy_loss(as_inputs(tokens), algorithm()).statistics)
+    assert (found["user/own"], found["user/count"], found["user/is"]) == (2.5, 1, 1)
+
+
+def test_a_trained_token_that_is_not_finite_shows_in_its_sums_bins_and_maxima() -> None:
+    tokens = random_tokens(np.random.default_rng(2), LENGTHS, 0.3, mask_share=0.5)
+    bad = np.flatnonzero(tokens.mask)[1]
+    spoilt = {name: getattr(tokens, name).copy() for name in ("log_probs", "old", "entropy")}
+    for column in spoilt.values():
+        column[bad] = np.nan
+    found = policy_loss(as_inputs(replace(tokens, **spoilt)), algorithm()).statistics
+    sums = {name: float(found.sums[i]) for i, name in enumerate(SUM_NAMES)}
+    assert all(np.isnan(sums[name]) for name in ("total", "mismatch_k1", "mismatch_k3", "entropy_of_tokens"))
+    assert found.maxima.isnan().all() and sums["tokens"] == tokens.mask.sum()
+    for block in ("mismatch_bins", "ratio_bins"):
+        counts = _block(found, block)
+        assert counts[-1] == 1 and sum(counts) == tokens.mask.sum()
+    for by in ("age", "position"):
+        assert sum(np.isnan(_block(found, f"{by}_k3"))) == sum(np.isnan(_block(found, f"{by}_entropy"))) == 1
+        assert sum(_block(found, f"{by}_tokens")) == tokens.mask.sum()
 
 
 def test_a_micro_batch_without_rows_gives_zero_loss_with_a_gradient_path() -> None:

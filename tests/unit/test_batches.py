@@ -13,6 +13,7 @@ from mslime.backends.megatron.step.batches import (
     PADDING,
     RowLayout,
     SequenceSlicer,
+    _gather,
     build_micro_batch,
     zigzag_positions,
 )
@@ -154,6 +155,37 @@ def test_an_empty_micro_batch_is_padding_that_weighs_nothing(packed: bool, cp: i
 def test_two_sequences_in_an_unpacked_micro_batch_are_refused() -> None:
     with pytest.raises(AssertionError, match="2 sequences"):
         build_micro_batch(shard_of([2, 2], ((0, 1),)), 0, RowLayout(), packed=False, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("tail", [(), (2, 3)])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int64, np.float32, np.bool_])
+@pytest.mark.parametrize("length", [0, 1, 7])
+def test_rows_are_gathered_as_one_by_one_and_padding_is_zero(
+    length: int, dtype: type[np.generic], tail: tuple[int, ...]
+) -> None:
+    random = np.random.default_rng(length)
+    column = (random.integers(1, 100, (length, *tail))).astype(dtype)
+    for index in (random.integers(-1, length, 12), np.full(3, PADDING), np.zeros(0, np.int64)):
+        got = _gather(column, index)
+        wanted = [np.zeros(tail, dtype) if i == PADDING else column[i] for i in index]
+        assert got.dtype == dtype and got.flags.owndata and got.shape == (len(index), *tail)
+        np.testing.assert_array_equal(got, np.array(wanted, dtype).reshape(got.shape))
+
+
+def test_a_row_outside_the_shard_is_an_error() -> None:
+    for length in (0, 4):
+        with pytest.raises((IndexError, AssertionError)):
+            _gather(np.ones(length), np.array([length]))
+
+
+def test_a_gather_makes_no_second_copy() -> None:
+    """The routes of a micro-batch are its largest column."""
+    column, index = np.ones((4096, 8, 8), np.uint8), np.arange(-1, 2047)
+    tracemalloc.start()
+    got = _gather(column, index)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1.5 * got.nbytes
 
 
 def test_a_micro_batch_makes_no_array_as_long_as_its_shard() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,6 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.profiler import profile
+from torch.utils._python_dispatch import _disable_current_modes
 
 import mslime.backends.megatron  # the CPU platform comes before anything of megatron.core  # noqa: F401
 
@@ -21,7 +25,7 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
-from mslime.backends.megatron.replay import route_rows
+from mslime.backends.megatron.replay import route_rows, routing_replay
 from mslime.backends.megatron.replay.route_rows import (
     HASHES_AT_ONCE,
     ShardRoutes,
@@ -32,11 +36,12 @@ from mslime.backends.megatron.replay.route_rows import (
     token_keys,
 )
 from mslime.backends.megatron.replay.routing_replay import LayerReplay, Routing, RoutingReplay, refuse_bypass
-from mslime.backends.megatron.step.batches import RowLayout, SequenceSlicer
+from mslime.backends.megatron.step.batches import RowLayout, SequenceSlicer, build_micro_batch, on_device
 from mslime.config.errors import ConfigError, EngineError
 from mslime.data.routes import Routes
 from mslime.data.shard import TrainShard
 from tests.fixtures.model_facts import model_facts
+from tests.unit.test_host_waits import HostWaits
 
 ROWS, EXPERTS, TOP_K = 6, 8, 2
 
@@ -125,6 +130,29 @@ def test_agreement_counts_replayed_rows_whose_natural_set_is_the_same(hook: Laye
     hook.lay_out(experts, mask)
     route(hook, logits)
     assert int(hook.agreed if hook.agreed is not None else -1) == 2, "order does not matter, masked rows do not count"
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.sampled_from([torch.uint8, torch.int16]))
+def test_agreement_is_counted_as_by_sorting(seed: int, top_k: int, dtype: torch.dtype) -> None:
+    """Few experts, so that many sets agree. Rows outside the mask may hold an expert twice."""
+    random = torch.Generator().manual_seed(seed)
+    natural, experts = (torch.rand(2 * ROWS, top_k + 1, generator=random).argsort(-1)[:, :top_k] for _ in range(2))
+    mask = torch.rand(2 * ROWS, generator=random) < 0.7
+    experts[~mask] = 0
+    layer: Any = object.__new__(LayerReplay)
+    layer.layer_id, layer.gradient, layer.agreed = 0, False, torch.zeros((), dtype=torch.int64)
+    layer.experts_and_mask = (experts.to(dtype), mask)
+    layer._next_rows(natural)
+    assert int(layer.agreed) == int(((natural.sort().values == experts.sort().values).all(-1) & mask).sum())
+
+
+def test_agreement_sorts_nothing(hook: LayerReplay) -> None:
+    """A sort of each row takes several kernels and as much time as the router's own top-k."""
+    logits, experts = logits_and_experts()
+    hook.lay_out(experts, torch.ones(ROWS, dtype=torch.bool))
+    with profile() as ran:
+        route(hook, logits)
+    assert "aten::topk" in (names := {event.key for event in ran.key_averages()}) and "aten::sort" not in names
 
 
 def test_recomputation_replays_micro_batches_in_the_order_of_their_forward_passes(hook: LayerReplay) -> None:
@@ -269,6 +297,26 @@ def test_no_pass_is_laid_out_with_routes_that_cannot_be_replayed() -> None:
         routing.laid_out(with_routes(twice), 0)
 
 
+def test_routes_are_checked_once_for_all_passes_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, checked = model_facts(100, num_layers=2, top_k=TOP_K, num_experts=EXPERTS), []
+    replay: Any = SimpleNamespace(layer_ids=(1, 3), tally=lambda: None)
+    routing = Routing("r3", replay, model, parallel=None, device=torch.device("cpu"))  # type: ignore[arg-type]
+    monkeypatch.setattr(routing_replay, "check_routes", lambda shard, *_: checked.append(shard))
+    shards = [make_shard(), make_shard()]
+    for index, shard in enumerate(shards):
+        routing.laid_out(shard, index)
+    for index, shard in enumerate(shards):
+        routing.laid_out(replace(shard, old_log_probs=np.zeros(7, np.float32)), index)
+    assert [id(each) for each in checked] == [id(each) for each in shards]
+    routing.laid_out(make_shard(), 0)
+    assert len(checked) == 3, "equal routes of another step"
+    held = weakref.ref(shards[0].routes)
+    shards.clear(), checked.clear()
+    del shard
+    gc.collect()
+    assert held() is None, "routes of a past step are not kept"
+
+
 def fingerprint(shard: TrainShard, layers: Any) -> int:
     return ShardRoutes.from_rollout(shard, layers).fingerprint(torch.device("cpu"))
 
@@ -286,7 +334,7 @@ def test_every_layout_consumes_the_same_rows_exactly_once(ranks: list[RowLayout]
     for rank in ranks:
         slicer = SequenceSlicer.build(shard.spans(), rank)
         rows = ShardRoutes.from_rollout(shard, (1, 3)).rows(slicer, torch.device("cpu"))
-        total += int((row_hashes(rows.experts, rows.keys, (1, 3)) * rows.mask[:, None]).sum())
+        total += int((row_hashes(rows.experts, rows.keys, torch.tensor([1, 3])) * rows.mask[:, None]).sum())
     assert (total - fingerprint(shard, (1, 3))) % 2**64 == 0
 
 
@@ -352,20 +400,37 @@ def test_the_fingerprint_notices(change: str) -> None:
 
 
 class FakeLayer:
-    """Takes whatever is laid out."""
+    """Takes whatever is laid out, and has chosen experts 3 and 4."""
 
     def __init__(self, layer_id: int) -> None:
-        self.layer_id, self.agreed = layer_id, None
+        self.layer_id, self.agreed, self.experts = layer_id, None, torch.zeros(0)
 
-    def lay_out(self, experts: Tensor, mask: Tensor) -> None: ...
+    def start(self, *_: object, **__: object) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def clear_indices(self) -> None: ...
+
+    def lay_out(self, experts: Tensor, mask: Tensor) -> None:
+        self.experts = experts
+
+    def get_recorded_indices(self) -> Tensor:
+        return torch.tensor([[3, 4]] * ROWS)
+
+
+def replay_of(*chunks: list[Any]) -> Any:
+    """Replay of these layers, by model chunk, without a model of four layers."""
+    replay: Any = object.__new__(RoutingReplay)
+    replay.num_layers, replay.device, replay.records = 4, torch.device("cpu"), {}
+    replay.chunks, replay.layers = list(chunks), [layer for chunk in chunks for layer in chunk]
+    replay.layer_ids = tuple(layer.layer_id for layer in replay.layers)
+    replay._layers_on_device = torch.tensor(replay.layer_ids)
+    return replay
 
 
 @pytest.mark.parametrize("change", [None, "tokens", "layers", "order"])
 def test_a_pass_that_used_other_routes_than_the_steps_own_is_refused(change: str | None) -> None:
-    replay: Any = object.__new__(RoutingReplay)
-    replay.num_layers, replay.layer_ids, replay.device = 4, (1, 3), torch.device("cpu")
-    replay.layers = [FakeLayer(1), FakeLayer(3)]
-    replay.chunks = [replay.layers]
+    replay = replay_of([FakeLayer(1), FakeLayer(3)])
     slicer, tally = SequenceSlicer.build(make_shard().spans(), RowLayout()), replay.tally()
     used = ShardRoutes.from_rollout(with_routes(OTHERS[change]) if change else make_shard(), (1, 3))
     replay.lay_out(0, used.rows(slicer, replay.device), tally)
@@ -377,6 +442,59 @@ def test_a_pass_that_used_other_routes_than_the_steps_own_is_refused(change: str
         return
     with pytest.raises(AssertionError, match="are not those of the step, each exactly once"):
         routing.report(make_shard())
+
+
+def test_each_chunk_replays_the_columns_of_its_own_layers() -> None:
+    shard = make_shard()
+    assert shard.routes is not None
+    slicer, one, other = SequenceSlicer.build(shard.spans(), RowLayout()), FakeLayer(1), FakeLayer(3)
+    rows = ShardRoutes.from_rollout(shard, (1, 3)).rows(slicer, torch.device("cpu"))
+    replay, counted = replay_of([one], [], [other]), []
+    tally = replay.tally()
+    for chunk in range(3):
+        replay.lay_out(chunk, rows, tally)
+        counted.append(int(tally.rows))
+    assert counted == [5, 5, 10] and (int(tally.fingerprint) - fingerprint(shard, (1, 3))) % 2**64 == 0
+    for column, layer in enumerate((one, other)):
+        np.testing.assert_array_equal(layer.experts.numpy(), shard.routes.experts[:, column])
+
+
+def test_a_recording_without_a_chunk_is_refused_when_its_pass_ends() -> None:
+    replay = replay_of([FakeLayer(0)], [FakeLayer(2)])
+    with replay.recording():
+        replay.keep(0, "a"), replay.keep(1, "a")
+    assert replay.records["a"].tolist() == [[[3, 4]] * 2] * ROWS
+    with pytest.raises(AssertionError, match="not recorded in every model chunk"), replay.recording():
+        replay.keep(0, "a"), replay.keep(1, "a"), replay.keep(0, "b")
+
+
+@pytest.mark.parametrize("mode", ["r3", "r2"])
+def test_in_a_micro_batch_the_host_waits_for_no_gpu(
+    mode: Any, hook: LayerReplay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layout of its routes, its forward pass in a checkpoint, recomputation and backward pass (see `HostWaits`)."""
+
+    def through_pinned_memory(array: Any, device: torch.device) -> Tensor:
+        with _disable_current_modes():
+            return on_device(array, device)
+
+    monkeypatch.setattr(route_rows, "on_device", through_pinned_memory)
+    experts = np.array([[[0, 1]]] * 7, np.uint8)
+    shard = make_shard(routes=Routes(experts, np.ones(7, np.bool_), (hook.layer_id,)))
+    model, device = model_facts(100, num_layers=6, top_k=TOP_K, num_experts=EXPERTS), torch.device("cpu")
+    routing = Routing(mode, replay_of([hook]), model, parallel=None, device=device)  # type: ignore[arg-type]
+    routing._recorded[0] = {0: torch.from_numpy(experts.astype(np.int16))}
+    routes, batch = routing.laid_out(shard, 0), build_micro_batch(shard, 0, RowLayout(), packed=True, device=device)
+    logits = torch.randn(7, EXPERTS, requires_grad=True)
+    assert routes is not None
+    with HostWaits() as waits:
+        routes.before_forward(0, batch)
+        with torch.no_grad():
+            route(hook, logits)
+        probs, _ = route(hook, logits)
+        probs.square().sum().backward()
+    hook.check_used_up()
+    assert waits.found == []
 
 
 def test_token_keys_are_unique_over_sequences_and_never_those_of_padding() -> None:

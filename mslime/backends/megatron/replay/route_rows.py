@@ -189,18 +189,22 @@ class ShardRoutes:
         """
         assert self.experts is not None
         total = torch.zeros((), dtype=torch.int64, device=device)
+        layer_ids = torch.tensor(self.layer_ids, dtype=torch.int64, device=device)
         rows = max(HASHES_AT_ONCE.get(device.type, HASHES_AT_ONCE["cuda"]) // max(len(self.layer_ids), 1), 1)
         for start in range(0, len(self.keys), rows):
             here = slice(start, start + rows)
             experts, keys, mask = (on_device(c[here], device) for c in (self.experts, self.keys, self.mask))
-            total += (row_hashes(experts, keys, self.layer_ids) * mask[:, None]).sum()
+            total += (row_hashes(experts, keys, layer_ids) * mask[:, None]).sum()
         return int(total)
 
 
-def row_hashes(experts: Tensor, keys: Tensor, layer_ids: Sequence[int]) -> Tensor:
-    """[rows, layers] int64 hash of (token, layer, experts in order), with wrapping arithmetic."""
-    layers = torch.tensor([layer + 1 for layer in layer_ids], dtype=torch.int64, device=keys.device)
-    hashed = _mix(_mix(keys)[:, None] + layers * 0x632BE59BD9B4E019)
+def row_hashes(experts: Tensor, keys: Tensor, layer_ids: Tensor) -> Tensor:
+    """[rows, layers] int64 hash of (token, layer, experts in order), with wrapping arithmetic.
+
+    Args:
+        experts: [rows, layers, top-k] integers. keys, layer_ids: [rows] and [layers] int64.
+    """
+    hashed = _mix(_mix(keys)[:, None] + (layer_ids + 1) * 0x632BE59BD9B4E019)
     for column in experts.unbind(-1):
         hashed = _mix(hashed ^ (column.long() + 1))
     return hashed

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ from mslime.config.base import ReplayMode
 from mslime.config.errors import ConfigError
 from mslime.convert.families import ModelFields
 from mslime.data.probe import RoutedRows
+from mslime.data.routes import Routes
 from mslime.data.shard import TrainShard
 
 
@@ -92,13 +94,6 @@ class ReplayReport:
             "replay/agreement_min_layer": least,
             **named,
         }
-
-
-def complete(experts: Tensor) -> Tensor:
-    """R2: [rows, layers, top-k] int16, the recorded routes of a micro-batch (`RoutingReplay.keep`), of every model
-    chunk."""
-    assert experts.numel() == 0 or int(experts.min()) >= 0, "not recorded in every model chunk"
-    return experts
 
 
 class LayerReplay(RouterReplay):
@@ -172,7 +167,8 @@ class LayerReplay(RouterReplay):
         self.experts_and_mask = None
         if self.gradient and not torch.is_grad_enabled():  # inside an activation checkpoint: it will be recomputed
             self.to_recompute.append((experts, mask))
-        same = (natural.sort(-1).values == experts.long().sort(-1).values).all(-1)
+        # Experts of a replayed row are distinct, as are natural ones: equal sets without a sort.
+        same = (natural[:, :, None] == experts[:, None]).any(-1).all(-1)
         assert self.agreed is not None
         self.agreed += (same & mask).sum()
         return experts, mask
@@ -190,6 +186,7 @@ class RoutingReplay:
 
     Attributes:
         layer_ids: global (0-based) ids of this rank's MoE layers, over its virtual pipeline chunks in order.
+        records: R2: [rows, layers, top-k] int16 by micro-batch, the routers' choices in the last recorded pass.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], config: TransformerConfig) -> None:
@@ -204,6 +201,8 @@ class RoutingReplay:
         self.layers = [layer for chunk in self.chunks for layer in chunk]
         self.layer_ids = tuple(layer.layer_id for layer in self.layers)
         self.device = next(chunks[0].parameters()).device
+        # Made here: a copy from the host in each micro-batch would wait for all work queued before it.
+        self._layers_on_device = torch.tensor(self.layer_ids, dtype=torch.int64, device=self.device)
         self.records: dict[Hashable, Tensor] = {}
 
     def tally(self) -> RouterCounts:
@@ -222,10 +221,15 @@ class RoutingReplay:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """A forward-only pass of natural routing; call `keep` after every model forward. Drops older records."""
+        """A forward-only pass of natural routing; call `keep` after every model forward. Drops older records.
+
+        Checks at the end that each micro-batch was recorded in every model chunk: a check of each would wait for it.
+        """
         self.records.clear()
         with self._action(RouterReplayAction.RECORD, gradient=False):
             yield
+            least = [experts.min() for experts in self.records.values() if experts.numel()]
+            assert not least or int(torch.stack(least).min()) >= 0, "not recorded in every model chunk"
 
     @contextmanager
     def _action(self, action: RouterReplayAction, gradient: bool) -> Iterator[None]:
@@ -239,16 +243,17 @@ class RoutingReplay:
 
     def lay_out(self, chunk: int, rows: RouteRows, tally: RouterCounts) -> None:
         """Replay `rows` in the next forward pass of model chunk `chunk`, and count them in `tally`."""
-        columns = [self.layer_ids.index(layer.layer_id) for layer in self.chunks[chunk]]
-        for column, layer in zip(columns, self.chunks[chunk], strict=True):
+        layers, first = self.chunks[chunk], sum(map(len, self.chunks[:chunk]))
+        columns = slice(first, first + len(layers))
+        experts = rows.experts[:, columns]
+        for layer, of_layer in zip(layers, experts.unbind(1), strict=True):
             layer.agreed = tally.agreed[layer.layer_id]
-            layer.lay_out(rows.experts[:, column], rows.mask)
-        replayed = rows.mask.sum() * len(columns)
-        hashes = row_hashes(rows.experts[:, columns], rows.keys, [self.layer_ids[c] for c in columns])
-        tally.rows += replayed
-        tally.scored += rows.scored.sum() * len(columns)
-        tally.covered += (rows.scored & rows.mask).sum() * len(columns)
-        tally.too_old += (rows.scored & rows.too_old).sum() * len(columns)
+            layer.lay_out(of_layer, rows.mask)
+        hashes = row_hashes(experts, rows.keys, self._layers_on_device[columns])
+        tally.rows += rows.mask.sum() * len(layers)
+        tally.scored += rows.scored.sum() * len(layers)
+        tally.covered += (rows.scored & rows.mask).sum() * len(layers)
+        tally.too_old += (rows.scored & rows.too_old).sum() * len(layers)
         tally.fingerprint += (hashes * rows.mask[:, None]).sum()
 
     def keep(self, chunk: int, micro_batch: Hashable) -> None:
@@ -391,7 +396,7 @@ class _Keep(RouteHooks):
         for index, slicer in self.slicers.items():
             known = np.flatnonzero(slicer.layer_rows != PADDING)
             tokens.append(slicer.layer_rows[known])
-            experts.append(complete(self.replay.records[index]).cpu().numpy()[known])
+            experts.append(self.replay.records[index].cpu().numpy()[known])
         return RoutedRows(np.concatenate(tokens), self.replay.layer_ids, np.concatenate(experts))
 
 
@@ -415,6 +420,7 @@ class Routing:
     device: torch.device
     max_age: int | None = None
     _recorded: dict[int, Records] = field(default_factory=dict)
+    _checked: WeakSet[Routes] = field(default_factory=WeakSet[Routes])
     _tally: RouterCounts | None = None
 
     @contextmanager
@@ -454,14 +460,17 @@ class Routing:
             return None
         records: Records = {}
         if self.mode == "r3":
-            check_routes(shard, self.model.num_experts, self.model.top_k)
+            assert shard.routes is not None, "replay from the rollout needs routes in the shard"
+            if shard.routes not in self._checked:  # a step's passes share them
+                check_routes(shard, self.model.num_experts, self.model.top_k)
+                self._checked.add(shard.routes)
             routes = ShardRoutes.from_rollout(shard, replay.layer_ids, self.max_age)
         else:
             records = self._recorded.pop(step)
             routes = ShardRoutes.to_record(shard, replay.layer_ids)
 
         def rows_of(batch: MicroBatch) -> RouteRows:
-            recorded = complete(records[batch.index]) if self.mode == "r2" else None
+            recorded = records[batch.index] if self.mode == "r2" else None
             return routes.rows(batch.slicer, self.device, recorded)
 
         self._tally = replay.tally()

@@ -217,10 +217,14 @@ class MegatronTrainer(TrainedModel):
         if self.spec.train.task == "sft":
             return list(shards), {}
         begin = time.perf_counter()
-        with_log_probs = [self._with_log_probs(shard, index, len(shards)) for index, shard in enumerate(shards)]
-        prepared, found = with_token_advantages(
-            with_log_probs, self.spec.algorithm, self.device, self.parallel.dp_group
-        )
+        shards = [self._with_old_log_probs(shard, index, len(shards)) for index, shard in enumerate(shards)]
+        if self.spec.reference is not None:
+            log_probs = self._other_log_probs("reference", shards)
+            shards = [replace(s, reference_log_probs=p) for s, p in zip(shards, log_probs, strict=True)]
+        if self.base.teacher is not None:
+            log_probs = self._other_log_probs("teacher", shards)
+            shards = [replace(s, teacher_log_probs=p) for s, p in zip(shards, log_probs, strict=True)]
+        prepared, found = with_token_advantages(shards, self.spec.algorithm, self.device, self.parallel.dp_group)
         return prepared, found | {"perf/log_prob_seconds": self.slowest(time.perf_counter() - begin)}
 
     def update(self, prepared: Sequence[TrainShard]) -> list[dict[str, float]]:
@@ -247,14 +251,7 @@ class MegatronTrainer(TrainedModel):
         """
         if policy != "actor":
             assert not replay, f"the {policy} policy routes by itself"
-            if policy == "reference" and self.spec.base_is_reference:  # the frozen base without adapters
-                weights = nullcontext()
-            else:
-                other = self.base.reference if policy == "reference" else self.base.teacher
-                assert other is not None, "a reference is loaded when algorithm.kl_coef > 0, a teacher from its path"
-                weights = other.swapped_in()
-            with self.weights_in_place(), adapters_off(self.chunks), weights:
-                return self.runner.log_probs(shard, None)
+            return torch.from_numpy(self._other_log_probs(policy, [shard])[0])
         assert not replay or self.routing.mode == "r3", f"train.replay is {self.routing.mode}"
         with self.weights_in_place():
             if not replay:
@@ -387,19 +384,28 @@ class MegatronTrainer(TrainedModel):
     def close(self) -> None:
         stop_process_groups()
 
-    def _with_log_probs(self, shard: TrainShard, index: int, steps: int) -> TrainShard:
-        """The shard with its old, reference and teacher log-probs, as far as they are needed."""
+    def _with_old_log_probs(self, shard: TrainShard, index: int, steps: int) -> TrainShard:
+        """The shard with its old log-probs, if they are needed."""
         algorithm = self.spec.algorithm
         always = algorithm.old_log_probs == "always" or self.routing.mode == "r2"
         always = always or (needs_policy_log_probs(algorithm) and algorithm.correction.reference == "recompute")
         if always or needs_old_log_probs(algorithm.correction, steps):
             with self.weights_in_place(), self.routing.old_log_prob_pass(shard, index) as routes:
-                shard = replace(shard, old_log_probs=self.runner.log_probs(shard, routes).numpy())
-        if self.spec.reference is not None:
-            shard = replace(shard, reference_log_probs=self.log_probs(shard, "reference").numpy())
-        if self.base.teacher is not None:
-            shard = replace(shard, teacher_log_probs=self.log_probs(shard, "teacher").numpy())
+                return replace(shard, old_log_probs=self.runner.log_probs(shard, routes).numpy())
         return shard
+
+    def _other_log_probs(
+        self, policy: Literal["reference", "teacher"], shards: Sequence[TrainShard]
+    ) -> list[NDArray[np.float32]]:
+        """`log_probs` of each shard by another policy, whose weights are copied to the device once for all shards."""
+        if policy == "reference" and self.spec.base_is_reference:  # the frozen base without adapters
+            weights = nullcontext()
+        else:
+            other = self.base.reference if policy == "reference" else self.base.teacher
+            assert other is not None, "a reference is loaded when algorithm.kl_coef > 0, a teacher from its path"
+            weights = other.swapped_in()
+        with self.weights_in_place(), adapters_off(self.chunks), weights:
+            return [self.runner.log_probs(shard, None).numpy() for shard in shards]
 
     def _update(self, shard: TrainShard, index: int) -> dict[str, float]:
         seen = self.watch.column(shard, self.device)
