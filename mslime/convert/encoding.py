@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from mslime.config.errors import CheckpointError
@@ -31,7 +32,7 @@ from mslime.convert.table import RuleTable
 from mslime.convert.tensor_layouts import Shape
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, device
 
 PROJECTIONS = r"\.layers\..*(_proj|_proj_with_mqa|in_proj_qkvz|\.w[123])\.weight$"
 """Linear layers of decoder layers: attention, MLPs, experts. Not routers, norms, embeddings, the output layer."""
@@ -88,9 +89,16 @@ class Int4Groups(Encoding):
         )
 
     def encode(self, weight: Tensor) -> Sequence[Tensor]:
-        import torch
+        return [*int4_quantise(weight, self.group), _shape_on(tuple(weight.shape), weight.device)]
 
-        return [*int4_quantise(weight, self.group), torch.tensor(weight.shape)]
+
+@cache
+def _shape_on(shape: Shape, on: device) -> Tensor:
+    """[2] int64, read-only. Created once: the copy to a GPU waits for all its work, and a sync sends thousands of
+    experts."""
+    import torch
+
+    return torch.tensor(shape, device=on)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ The request contains a `wire.FromFile`; session, loading and comparison are as w
 
 With `wire.FromBroadcast` a broadcast follows, of a bucket or of changes.
 
-Every rank of an engine reads the file. Rank 0 answers after all ranks have read, because the sender may then overwrite
-this bucket with the next one.
+Every rank of an engine reads the file, or a part that it passes on to the others (`IN_PARTS`). Rank 0 answers after all
+ranks have read, because the sender may then overwrite this bucket with the next one.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _here() -> str:
 class RdmaReader:
     """Reads buckets from senders' memory with Mooncake's transfer engine, in one process of an engine.
 
-    Each rank of an engine reads a part and shares it over NVLink. So every byte crosses the network once per engine,
-    spread over all network adapters.
+    Each rank of an engine reads a part. So every byte crosses the network once per engine, spread over all network
+    adapters.
     """
 
     def __init__(self) -> None:
@@ -87,29 +87,16 @@ class RdmaReader:
             return Answer(f"{_here()} cannot read the sender's memory: {error}")
         return Answer()
 
-    def read(self, place: Path, flat: torch.Tensor, near: EngineRankGroup) -> None:
-        """Fill `flat` [bytes] uint8; returns when the sender's memory is no longer needed.
-
-        Args:
-            near: the engine's ranks, all of which call this.
+    def read(self, place: Path, flat: torch.Tensor, part: torch.Tensor) -> None:
+        """Fill `part` of `flat` [bytes] uint8; returns when the sender's memory is no longer needed.
 
         Raises:
-            RuntimeError: on each of several ranks: one could not read its part.
             OSError: it cannot be read.
             ValueError: the path names no memory.
         """
-        parts = flat.split(max(1, -(-flat.numel() // near.count)))
-        try:
-            if near.rank < len(parts):
-                self._read(RemoteMemory.of_path(place), flat, parts[near.rank])
-        except Exception as error:
-            if near.count == 1:
-                raise
-            near.gather_or_raise(f"{type(error).__name__}: {error}", None)
-        else:
-            near.gather_or_raise("", None)
-        for source, part in enumerate(parts):
-            near.pass_on(part, source)
+        memory = RemoteMemory.of_path(place)
+        if part.numel():
+            self._read(memory, flat, part)
 
     def forget(self) -> None:
         """Unregister the receiving memory, so that it can be freed."""
@@ -139,6 +126,11 @@ class RdmaReader:
 Tensors = tuple[Sequence[str], Sequence[Any], Sequence[Sequence[int]]]
 """Names, dtypes and shapes of a bucket's tensors."""
 ALONE = EngineRankGroup()
+IN_PARTS: set[tuple[FileKind, str]] = {("remote", "cpu"), ("remote", "cuda"), ("mapped", "cuda")}
+"""Kinds of files, and devices of engines, for which each rank reads a part and passes it on to the others.
+
+NVLink is faster than networks, and than copies from a file's pages to a GPU. On CPUs a copy of all is faster than gloo.
+"""
 _HEADER_LIMIT = 1 << 30
 
 
@@ -189,7 +181,7 @@ class SenderFiles:
         return Answer()
 
     def read(self, kind: FileKind, path: Path, named: Named, flat: torch.Tensor, near: EngineRankGroup = ALONE) -> None:
-        """Fill `flat` [bytes] uint8 from a file; returns when the file is no longer needed.
+        """Fill `flat` [bytes] uint8, or this rank's part of it, from a file; returns when the file is no longer needed.
 
         Args:
             named: the tensors in it, one after the other.
@@ -198,12 +190,15 @@ class SenderFiles:
         Raises:
             OSError: the file cannot be read.
             ValueError: it has other contents.
-            RuntimeError: another rank could not read its part.
         """
+        part = flat
+        if parts := parts_of(kind, flat, near):  # a small bucket has fewer parts than ranks
+            part = parts[near.rank] if near.rank < len(parts) else flat[:0]
         if kind == "remote":
-            self.remote.read(path, flat, near)
+            self.remote.read(path, flat, part)
         elif kind in ("mapped", "handle"):
-            flat.copy_(self._map(kind, path, flat)[: flat.numel()])
+            begin = part.storage_offset() - flat.storage_offset()
+            part.copy_(self._map(kind, path, flat)[begin : begin + part.numel()])
             if flat.is_cuda:
                 torch.cuda.current_stream(flat.device).synchronize()  # the sender overwrites it with the next bucket
         else:
@@ -231,6 +226,13 @@ class SenderFiles:
 
     def _drop(self, path: Path) -> None:
         os.close(self._mapped.pop(path).file)
+
+
+def parts_of(kind: FileKind, flat: torch.Tensor, near: EngineRankGroup) -> Sequence[torch.Tensor]:
+    """Views of a bucket by the rank that reads each from a file and passes it on; empty if every rank reads all."""
+    if near.count == 1 or not flat.numel() or (kind, flat.device.type) not in IN_PARTS:
+        return ()
+    return flat.split(-(-flat.numel() // near.count))
 
 
 def open_handle(fields: HandleFields, device: torch.device) -> torch.Tensor:
@@ -292,17 +294,20 @@ def receive(updater: Any, load: FromFile | FromBroadcast, tensors: Tensors, grou
     Raises:
         RuntimeError: on every rank; one of them did not receive it.
     """
-    failed, received = "", None
+    near, failed, received = all_ranks(), "", None
     try:
         bucket, model = buckets_of(updater).of(*tensors), updater.get_model()
         if isinstance(load, FromBroadcast):
             received = delta.receive(load.version, group, updater._model_update_group[group], bucket, model)
         else:
-            received = take(FILES, load, bucket, model, all_ranks())
+            received = take(FILES, load, bucket, model, near)
     except Exception as error:  # the other ranks wait for this report
         failed = f"{REFUSED + ': ' if is_refusal(load, error) else ''}{type(error).__name__}: {error}"
-    all_ranks().gather_or_raise(failed, None)
+    near.gather_or_raise(failed, None)
     assert received is not None
+    if isinstance(load, FromFile):  # after the report, so that no rank waits for a part that was not read
+        for source, part in enumerate(parts_of(load.kind, received.bucket.flat, near)):
+            near.pass_on(part, source)
     return received
 
 
@@ -316,7 +321,8 @@ def is_refusal(load: FromFile | FromBroadcast, error: Exception) -> bool:
 def take(
     files: SenderFiles, load: FromFile, bucket: RecordedBucket, model: torch.nn.Module, near: EngineRankGroup = ALONE
 ) -> ReceivedBucket:
-    """Read a bucket from a file, to be loaded into a model. Raises OSError, ValueError and RuntimeError."""
+    """Read a bucket, or this rank's part of it, from a file, to be loaded into a model. Raises OSError, ValueError and
+    RuntimeError."""
     if load.kind == "changes":
         return delta.changed(delta.read_delta(load.path), load.path.parent, bucket, model)
     files.read(load.kind, load.path, bucket.named, bucket.flat, near)

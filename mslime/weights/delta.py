@@ -39,6 +39,12 @@ _LARGEST_INDEX = 2**31 - 1
 """Largest index that a file of changes can store."""
 _PATIENCE = 2
 """Refusals in a row after which a bucket's changes are no longer sent over this connection."""
+_BYTES_A_CHANGE = {"cpu": 16, "cuda": 512}
+"""Bytes of a bucket, by its device, that are copied to host memory in the time of writing one change there.
+
+A change takes 5 to 50 ns on one thread, less if they are dense. The value of GPUs is for copies at 25 GB/s, and not
+measured.
+"""
 _log = logging.getLogger(__name__)
 
 
@@ -168,14 +174,32 @@ class DeltaTransport(Transport):
         sent.version = self._number
         self._moved += MovedAmounts(bucket.hf_bytes, changed or 0, 0 if changed is None else flat.numel())
 
+    def note_changes(self, bucket: Bucket, flat: torch.Tensor, found: BucketChanges) -> None:
+        """Record that every engine has loaded changes: at once from the whole bucket if that is faster and no other
+        sender waits for the turn, else before the next comparison."""
+        bits, per_change = self._sent[bucket.index].bits, _BYTES_A_CHANGE[flat.device.type]
+        if not self.any_order or len(found.index) * per_change < flat.nbytes:
+            self.loaded.append((bucket, found))
+            return
+        # All other elements are equal. Not later: `flat` may be a view of parameters, which the next step changes, and
+        # keeping a filled buffer would take the memory of one bucket more. On a GPU this waits for the copy, which
+        # follows the filling on this stream (`BucketSender`), so the buffer may be reused afterwards.
+        bits.copy_(flat.view(bits.dtype))
+        self._count(bucket, found)
+
     def _note_loaded(self) -> None:
-        """Record the changes that every engine has loaded."""
+        """Record the remaining changes that every engine has loaded."""
         while self.loaded:
             bucket, found = self.loaded.pop(0)
-            sent, places = self._sent[bucket.index], found.index.cpu()
-            sent.bits[places] = found.value.cpu().view(sent.bits.dtype)
-            sent.version, sent.refused = self._number, 0
-            self._moved += MovedAmounts(len(places) * (4 + found.value.itemsize), len(places), bucket.hf_numel)
+            bits = self._sent[bucket.index].bits
+            # Two thirds of the time of `bits[places] = value`.
+            bits.scatter_(0, found.index.cpu(), found.value.cpu().view(bits.dtype))
+            self._count(bucket, found)
+
+    def _count(self, bucket: Bucket, found: BucketChanges) -> None:
+        sent, count = self._sent[bucket.index], len(found.index)
+        sent.version, sent.refused = self._number, 0
+        self._moved += MovedAmounts(count * (4 + found.value.itemsize), count, bucket.hf_numel)
 
     def note_refusal(self, bucket: Bucket, refused: ChangesRefused) -> None:
         """Record that an engine rejected the changes of a bucket."""
@@ -215,7 +239,7 @@ class _PendingChanges:
         """Return when every engine has loaded the bucket, as a whole if one refused. Raises WeightSyncError."""
         refused = self.sent.refused()
         if not refused:
-            self.transport.loaded.append((self.bucket, self.found))
+            self.transport.note_changes(self.bucket, self.flat, self.found)
             return
         self.transport.note_refusal(self.bucket, refused[0])
         self.transport.whole(self.bucket, self.flat, len(self.found.index)).wait()

@@ -118,6 +118,28 @@ def test_changes_are_noted_when_the_turn_was_passed_on(engines: list[StandInEngi
     assert noted(first) and noted(second) and {sent.version for sent in transport._sent.values()} == {3}
 
 
+def test_many_changes_are_noted_from_the_whole_bucket_at_once_unless_senders_take_turns(
+    engines: list[StandInEngine], transport: DeltaTransport
+) -> None:
+    """The bucket's memory may be used again as soon as it has arrived."""
+    weights = new_weights()
+    deliver(transport, 1, weights)
+    count = change(weights, 0.3, 2)
+    transport.begin(2, BUCKETS)
+    for bucket in BUCKETS:
+        now, flat = weights[bucket.index].view(BITS[bucket.dtype][1]), weights[bucket.index].clone()
+        transport.start(bucket, flat).wait()
+        flat.zero_()
+        assert torch.equal(transport._sent[bucket.index].bits, now) == transport.any_order
+    transport.complete()
+    assert (transport.moved().changed, transport.moved().elements) == (count, sum(SIZES.values()))
+    for bucket in BUCKETS:
+        sent = transport._sent[bucket.index]
+        assert torch.equal(sent.bits, weights[bucket.index].view(BITS[bucket.dtype][1])) and sent.version == 2
+    assert_held(engines, weights)
+    deliver_changes(engines, transport, 3, weights)
+
+
 def assert_held(engines: list[StandInEngine], weights: dict[int, torch.Tensor]) -> None:
     for engine in engines:
         held = engine.held()

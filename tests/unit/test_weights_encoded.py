@@ -82,6 +82,19 @@ def test_int4_is_what_the_converter_writes(plain: Path, tmp_path: Path) -> None:
     assert_equal(sent(encoded_plan(plan_of(plain), encoded), plain, encoded), written)
 
 
+def test_the_shape_of_int4_weights_is_copied_to_a_device_once() -> None:
+    """Each such copy to a GPU waits for all its work."""
+    encoding = Int4Groups(32)
+
+    def shape_of(weight: torch.Tensor) -> torch.Tensor:
+        return encoding.encode(weight)[2]
+
+    first, other = shape_of(torch.ones(8, 64)), shape_of(torch.ones(64, 32))
+    assert shape_of(torch.zeros(8, 64)) is first
+    assert (first.tolist(), other.tolist(), first.dtype) == ([8, 64], [64, 32], torch.int64)
+    assert shape_of(torch.ones(8, 64, device="meta")).device.type == "meta"
+
+
 def test_int4_of_other_layers_than_experts_is_not_sent(plain: Path, tmp_path: Path) -> None:
     """Engines hold one `weight_shape` for what they join, so nobody could tell that they hold what was sent."""
     run_job(ToInt4(plain, group=32, include=r"q_proj"), tmp_path / "out")

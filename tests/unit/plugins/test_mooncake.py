@@ -18,7 +18,7 @@ import torch
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
 from mslime.engine_plugin import bucket_files, wire
-from mslime.engine_plugin.bucket_files import RdmaReader, SenderFiles
+from mslime.engine_plugin.bucket_files import RdmaReader, SenderFiles, parts_of
 from mslime.engine_plugin.engine_ranks import EngineRankGroup
 from mslime.engine_plugin.wire import Answer, ReadMemory
 from mslime.remote_memory import MemoryEndpoint, RemoteMemory
@@ -142,26 +142,6 @@ class FakeEnd:
         ctypes.memmove(into, memory.address + offset, size)
 
 
-class Recording(EngineRankGroup):
-    """Rank `rank` of `count`, alone in this process: what others read is put there by `pass_on`."""
-
-    def __init__(self, rank: int, count: int, source: torch.Tensor) -> None:
-        super().__init__(rank, count)
-        object.__setattr__(self, "passed", list[tuple[int, int]]())
-        object.__setattr__(self, "rest", source)
-
-    def pass_on(self, flat: torch.Tensor, source: int) -> None:
-        self.passed.append((source, flat.numel()))
-        if source != self.rank:
-            at = sum(size for _, size in self.passed[:-1])
-            flat.copy_(self.rest[at : at + flat.numel()])
-
-    def heard(self, failed: str, said: Any) -> list[Any]:
-        if failed:
-            raise RuntimeError(failed)
-        return [said]
-
-
 @pytest.fixture
 def end(monkeypatch: pytest.MonkeyPatch) -> FakeEnd:
     """The end that a reader in this process gets."""
@@ -172,13 +152,19 @@ def end(monkeypatch: pytest.MonkeyPatch) -> FakeEnd:
 
 
 @pytest.mark.parametrize(("size", "count"), [(12, 1), (12, 4), (13, 4), (3, 4), (1, 2), (0, 2)])
-def test_ranks_read_a_part_each_and_give_it_to_the_others(size: int, count: int, end: FakeEnd) -> None:
+def test_ranks_read_a_part_each(size: int, count: int, end: FakeEnd) -> None:
+    """They pass it on to each other: tests/engines/test_bucket_parts.py."""
     source = torch.arange(1, size + 1, dtype=torch.uint8)
     place = RemoteMemory("tcp", "somewhere:1", source.data_ptr()).as_path()
     for rank in range(count):
-        flat, near = torch.zeros(size, dtype=torch.uint8), Recording(rank, count, source)
-        RdmaReader().read(place, flat, near)
-        assert flat.tolist() == source.tolist() and sum(passed for _, passed in near.passed) == size
+        flat, near = torch.zeros(size, dtype=torch.uint8), EngineRankGroup(rank, count)
+        SenderFiles().read("remote", place, [], flat, near)
+        parts = list(parts_of("remote", flat, near)) or [flat]
+        assert torch.equal(torch.cat(parts), flat) and len(parts) <= count
+        own = sum(len(part) for part in parts[:rank]), sum(len(part) for part in parts[: rank + 1])
+        expected = torch.zeros(size, dtype=torch.uint8)
+        expected[slice(*own)] = source[slice(*own)]
+        assert torch.equal(flat, expected)
     read = sum(call[2] for call in end.calls if call[0] == "read")
     assert read == size, "every byte crosses the network once for an engine"
 
@@ -187,12 +173,12 @@ def test_memory_is_registered_once_for_a_sync_and_let_go_at_its_end(end: FakeEnd
     source, buffer = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
     place, reader = RemoteMemory("rdma", "there:1", source.data_ptr()).as_path(), RdmaReader()
     for size in (8, 4, 6):
-        reader.read(place, buffer[:size], EngineRankGroup())
+        reader.read(place, buffer[:size], buffer[:size])
     reader.forget()
     reader.forget()
-    reader.read(place, buffer[:2], EngineRankGroup())
+    reader.read(place, buffer[:2], buffer[:2])
     larger = torch.zeros(9, dtype=torch.uint8)
-    reader.read(place, larger[:2], EngineRankGroup())
+    reader.read(place, larger[:2], larger[:2])
     kinds = [(call[0], call[2] if call[0] == "register" else 0) for call in end.calls if call[0] != "read"]
     assert kinds == [("register", 8), ("unregister", 0), ("register", 8), ("unregister", 0), ("register", 9)]
 
@@ -205,17 +191,15 @@ def test_an_adapter_writes_a_bucket_when_the_gpu_has_loaded_the_one_before(
     fake_stream = SimpleNamespace(synchronize=lambda: end.calls.append(("synchronize",)))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake_stream)
-    RdmaReader().read(RemoteMemory("rdma", "there:1", source.data_ptr()).as_path(), flat, EngineRankGroup())
+    RdmaReader().read(RemoteMemory("rdma", "there:1", source.data_ptr()).as_path(), flat, flat)
     assert [call[0] for call in end.calls if call[0] != "register"] == ["synchronize", "read"]
 
 
-def test_all_ranks_hear_of_the_one_that_could_not_read(end: FakeEnd) -> None:
+def test_a_part_that_could_not_be_read_is_an_error(end: FakeEnd) -> None:
     end.refuses = "the cable is cut"
     flat, place = torch.zeros(4, dtype=torch.uint8), RemoteMemory("rdma", "there:1", 1).as_path()
-    with pytest.raises(RuntimeError, match="OSError: the cable is cut"):
-        RdmaReader().read(place, flat, Recording(1, 2, flat))
     with pytest.raises(OSError, match="the cable is cut"):
-        RdmaReader().read(place, flat, EngineRankGroup())
+        RdmaReader().read(place, flat, flat[2:])
 
 
 def test_memory_has_one_name() -> None:
