@@ -126,11 +126,8 @@ class RdmaReader:
 Tensors = tuple[Sequence[str], Sequence[Any], Sequence[Sequence[int]]]
 """Names, dtypes and shapes of a bucket's tensors."""
 ALONE = EngineRankGroup()
-IN_PARTS: set[tuple[FileKind, str]] = {("remote", "cpu"), ("remote", "cuda"), ("mapped", "cuda")}
-"""Kinds of files, and devices of engines, for which each rank reads a part and passes it on to the others.
-
-NVLink is faster than networks, and than copies from a file's pages to a GPU. On CPUs a copy of all is faster than gloo.
-"""
+IN_PARTS: set[tuple[FileKind, str]] = {("remote", "cpu"), ("remote", "cuda")}
+"""Kinds of files, and devices of engines, for which each rank reads a part and passes it on to the others."""
 _HEADER_LIMIT = 1 << 30
 
 
