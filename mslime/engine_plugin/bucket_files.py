@@ -126,8 +126,8 @@ class RdmaReader:
 Tensors = tuple[Sequence[str], Sequence[Any], Sequence[Sequence[int]]]
 """Names, dtypes and shapes of a bucket's tensors."""
 ALONE = EngineRankGroup()
-IN_PARTS: set[tuple[FileKind, str]] = {("remote", "cpu"), ("remote", "cuda")}
-"""Kinds of files, and devices of engines, for which each rank reads a part and passes it on to the others."""
+IN_PARTS: set[FileKind] = {"remote"}
+"""Kinds of which each rank reads a part and passes it on to the others."""
 _HEADER_LIMIT = 1 << 30
 
 
@@ -227,7 +227,7 @@ class SenderFiles:
 
 def parts_of(kind: FileKind, flat: torch.Tensor, near: EngineRankGroup) -> Sequence[torch.Tensor]:
     """Views of a bucket by the rank that reads each from a file and passes it on; empty if every rank reads all."""
-    if near.count == 1 or not flat.numel() or (kind, flat.device.type) not in IN_PARTS:
+    if near.count == 1 or not flat.numel() or kind not in IN_PARTS:
         return ()
     return flat.split(-(-flat.numel() // near.count))
 

@@ -1,6 +1,7 @@
-"""Ranks of an engine that read a part each of a bucket in shared memory and pass it on, over real process groups.
+"""Ranks of an engine that read a part each of a bucket and pass it on, over real process groups.
 
-On CPUs each rank reads all, so the way of GPUs is forced. The ranks run the function called by SGLang's hooks.
+They do so with Mooncake's memory; here with shared memory, which needs no transfer engine, and of which each rank
+otherwise reads all. The ranks run the function called by SGLang's hooks.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def work(rank: int, world_size: int, init_method: str, directory: str) -> list[A
     tensors, words = (dist.new_group(timeout=timeout) for _ in range(2))
     assert isinstance(tensors, dist.ProcessGroup) and isinstance(words, dist.ProcessGroup)
     everyone = EngineRankGroup(rank, world_size, tensors, words)
-    bucket_files.all_ranks, bucket_files.IN_PARTS = lambda: everyone, {("mapped", "cpu")}
+    bucket_files.all_ranks, bucket_files.IN_PARTS = lambda: everyone, {"mapped"}
     own = Rank(rank, Path(directory))
     found: list[Any] = [own.receive(0)]
     own.file.unlink()  # as a sender does when all ranks have mapped it
@@ -86,7 +87,7 @@ def test_each_rank_reads_a_part_and_gets_the_others_and_no_rank_waits_for_a_fail
         assert found[5].startswith("rank 2: FileNotFoundError"), found[5]
 
 
-def test_ranks_on_cpus_read_all_of_shared_memory() -> None:
+def test_ranks_read_all_of_shared_memory() -> None:
     flat, near = torch.zeros(9, dtype=torch.uint8), EngineRankGroup(1, RANKS)
     assert not bucket_files.parts_of("mapped", flat, near)
     assert [len(part) for part in bucket_files.parts_of("remote", flat, near)] == [3, 3, 3]
