@@ -17,7 +17,7 @@ are not repeated.
     doctor          60 s  the machine, kernels against plain torch, its speed
     tests          180 s  tests/gpu: families, FP8, adapters, sleep, weights to engines by every transport of one GPU
     quickstart     240 s  scripts/quickstart.sh --gpu: trainer and engine share the GPU, every bit compared
-    quickstart_off  60 s  eight steps of it without routing replay
+    quickstart_off 120 s  eight steps of it without routing replay
     run            240 s  benchmarks/on_gpu_run.py: engine, mismatch and sync at the widths of Qwen3-30B-A3B
     step           180 s  benchmarks/on_gpu.py: training step, FP8, packing, sleep; a profile in OUT/step.json.gz
     kernels         60 s  benchmarks/log_probs.py at the size of a real step
@@ -134,7 +134,7 @@ if [ "$device" = cuda ]; then
   quick+=(--gpu)
 else
   few=(--cluster.placement colocated --weights.transport handles --weights.verify always --rollout.max-staleness 0
-    --train.num-steps 3)
+    --train.num-steps 4)
   tiny=(--device cpu --small --layers 1)
   short=(--steps 3 --requests 8 --tokens 16)
 fi
@@ -146,7 +146,7 @@ fi
 run_step doctor 60 mslime doctor --skip step collectives disk
 run_step tests 180 bash -c gpu_tests
 run_step quickstart 240 bash scripts/quickstart.sh "${quick[@]}" -- ${few[@]+"${few[@]}"} ${fields[@]+"${fields[@]}"}
-run_step quickstart_off 60 "${off[@]}" ${fields[@]+"${fields[@]}"}
+run_step quickstart_off 120 "${off[@]}" ${fields[@]+"${fields[@]}"}
 run_step run 240 python benchmarks/on_gpu_run.py ${tiny[@]+"${tiny[@]}"} ${short[@]+"${short[@]}"} --sglang ${sglang[@]+"${sglang[@]}"}
 if [ "$device" = cuda ]; then
   run_step step 180 python benchmarks/on_gpu.py --fp8 blockwise tensorwise --trace "$out/step.json.gz"
