@@ -146,6 +146,8 @@ def write_wide_model(root: Path, layers: int, small: bool, device: str) -> Path:
     with torch.device(device):
         network: Any = Qwen3MoeForCausalLM(config)
         network = network.to(torch.bfloat16)
+        with torch.no_grad():
+            network.lm_head.weight.mul_(4)  # random logits are nearly uniform; a trained model's are not
     network.save_pretrained(root / "model")
     del network
     release(device)

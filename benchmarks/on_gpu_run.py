@@ -105,11 +105,12 @@ def write_tokenizer(model: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     size = json.loads((model / "config.json").read_text())["vocab_size"]
-    vocabulary = {f"w{i}": i for i in range(size)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    special = ("<pad>", "<bos>", "<eos>")
+    vocabulary = {word: i for i, word in enumerate((*special, *(f"w{i}" for i in range(len(special), size))))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="w0", pad_token="w0", bos_token="w1", eos_token="w2"
+        tokenizer_object=tokenizer, unk_token="<pad>", pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
     ).save_pretrained(model)
 
 
@@ -133,7 +134,7 @@ def settings(root: Path, args: argparse.Namespace, replay: str) -> dict[str, Any
             "gpu_memory_gb": gpu_memory_gb(args.device),
         },
         "megatron": {"params_dtype": "bfloat16", "moe_grouped_gemm": True, "moe_permute_fusion": True} if cuda else {},
-        "sglang": dict(_field(text) for text in args.sglang) | ({} if cuda else {"max_total_tokens": 16384}),
+        "sglang": {"max_total_tokens": 1 << (18 if cuda else 14)} | dict(_field(text) for text in args.sglang),
         "rollout": {
             "groups_per_step": groups, "group_size": args.requests // groups, "max_staleness": 0,
             "max_response_tokens": args.tokens, "concurrency": args.requests,
@@ -215,7 +216,7 @@ def _memory(address: EngineAddress, config: Any, root: Path) -> Figures:
     weights, cache = used["weight"] * GIB, used["kvcache"] * GIB
     return {
         "engine_weights_bytes": weights, "ratio_engine_weights": weights / planned.weights,
-        "engine_cache_bytes": cache, "engine_planned_cache_bytes": float(planned.cache),
+        "engine_cache_bytes": cache, "ratio_engine_cache": cache / planned.cache,
     }  # fmt: skip
 
 

@@ -177,6 +177,7 @@ def rows(figures: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
     yield at_least("engine, tokens/s with log-probs and routes / without", run, "ratio_engine", 0.9)
     yield near("memory of a step / plan", step, "ratio_memory")
     yield near("memory of the engine's weights / plan", run, "ratio_engine_weights")
+    yield near("memory of the engine's cache / plan", run, "ratio_engine_cache")
     for name in ("matmul_per_s", "copy_bytes_per_s", "to_host_bytes_per_s", "from_host_bytes_per_s"):
         yield Row(name, _of(step or run, name, "{:.3g}".format))
 
