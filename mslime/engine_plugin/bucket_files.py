@@ -10,8 +10,8 @@ The request contains a `wire.FromFile`; session, loading and comparison are as w
 
 With `wire.FromBroadcast` a broadcast follows, of a bucket or of changes.
 
-Every rank of an engine reads the file, or a part that it passes on to the others (`IN_PARTS`). Rank 0 answers after all
-ranks have read, because the sender may then overwrite this bucket with the next one.
+Every rank of an engine reads the file, or of remote memory a part that it passes on to the others. Rank 0 answers after
+all ranks have read, because the sender may then overwrite this bucket with the next one.
 """
 
 from __future__ import annotations
@@ -126,8 +126,6 @@ class RdmaReader:
 Tensors = tuple[Sequence[str], Sequence[Any], Sequence[Sequence[int]]]
 """Names, dtypes and shapes of a bucket's tensors."""
 ALONE = EngineRankGroup()
-IN_PARTS: set[FileKind] = {"remote"}
-"""Kinds of which each rank reads a part and passes it on to the others."""
 _HEADER_LIMIT = 1 << 30
 
 
@@ -188,14 +186,11 @@ class SenderFiles:
             OSError: the file cannot be read.
             ValueError: it has other contents.
         """
-        part = flat
-        if parts := parts_of(kind, flat, near):  # a small bucket has fewer parts than ranks
-            part = parts[near.rank] if near.rank < len(parts) else flat[:0]
         if kind == "remote":
-            self.remote.read(path, flat, part)
+            parts = parts_of(kind, flat, near) or (flat,)  # a small bucket has fewer parts than ranks
+            self.remote.read(path, flat, parts[near.rank] if near.rank < len(parts) else flat[:0])
         elif kind in ("mapped", "handle"):
-            begin = part.storage_offset() - flat.storage_offset()
-            part.copy_(self._map(kind, path, flat)[begin : begin + part.numel()])
+            flat.copy_(self._map(kind, path, flat)[: flat.numel()])
             if flat.is_cuda:
                 torch.cuda.current_stream(flat.device).synchronize()  # the sender overwrites it with the next bucket
         else:
@@ -227,7 +222,7 @@ class SenderFiles:
 
 def parts_of(kind: FileKind, flat: torch.Tensor, near: EngineRankGroup) -> Sequence[torch.Tensor]:
     """Views of a bucket by the rank that reads each from a file and passes it on; empty if every rank reads all."""
-    if near.count == 1 or not flat.numel() or kind not in IN_PARTS:
+    if near.count == 1 or not flat.numel() or kind != "remote":
         return ()
     return flat.split(-(-flat.numel() // near.count))
 

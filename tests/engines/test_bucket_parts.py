@@ -1,7 +1,7 @@
 """Ranks of an engine that read a part each of a bucket and pass it on, over real process groups.
 
-They do so with Mooncake's memory; here with shared memory, which needs no transfer engine, and of which each rank
-otherwise reads all. The ranks run the function called by SGLang's hooks.
+They do so with Mooncake's memory, whose reader a fake replaces that reads a file and can fail. The ranks run the
+function called by SGLang's hooks.
 """
 
 from __future__ import annotations
@@ -31,6 +31,15 @@ def value(bucket: int) -> list[int]:
     return [(7 * at + bucket + 1) % 251 for at in range(SIZES[bucket])]
 
 
+class FakeRdmaReader:
+    """Reads a part of a bucket from a file."""
+
+    def read(self, place: Path, flat: torch.Tensor, part: torch.Tensor) -> None:
+        begin = part.storage_offset() - flat.storage_offset()
+        whole = torch.frombuffer(bytearray(place.read_bytes()), dtype=torch.uint8)
+        part.copy_(whole[begin : begin + part.numel()])
+
+
 class Rank:
     """One rank of an engine. Its file differs from the bucket outside of its part, which must come from the others."""
 
@@ -50,7 +59,7 @@ class Rank:
         self.memory[own] = torch.tensor(value(bucket)[own], dtype=torch.uint8)
         tensors = [f"t{bucket}"], ["uint8"], [[size]]
         try:
-            received = bucket_files.receive(self.updater, FromFile("mapped", self.file), tensors, "")
+            received = bucket_files.receive(self.updater, FromFile("remote", self.file), tensors, "")
         except RuntimeError as error:
             return str(error)
         return received.bucket.flat.tolist()
@@ -62,11 +71,11 @@ def work(rank: int, world_size: int, init_method: str, directory: str) -> list[A
     tensors, words = (dist.new_group(timeout=timeout) for _ in range(2))
     assert isinstance(tensors, dist.ProcessGroup) and isinstance(words, dist.ProcessGroup)
     everyone = EngineRankGroup(rank, world_size, tensors, words)
-    bucket_files.all_ranks, bucket_files.IN_PARTS = lambda: everyone, {"mapped"}
+    bucket_files.all_ranks = lambda: everyone
+    files: Any = bucket_files.FILES
+    files.remote = FakeRdmaReader()
     own = Rank(rank, Path(directory))
-    found: list[Any] = [own.receive(0)]
-    own.file.unlink()  # as a sender does when all ranks have mapped it
-    found += [own.receive(bucket) for bucket in (1, 2)]
+    found: list[Any] = [own.receive(bucket) for bucket in (0, 1, 2)]
     if rank == 1:  # it fails before it reads
         model, own.updater.get_model = own.updater.get_model, lambda: 1 // 0
     found.append(own.receive(1))
@@ -74,7 +83,7 @@ def work(rank: int, world_size: int, init_method: str, directory: str) -> list[A
         own.updater.get_model = model
     found.append(own.receive(2))
     if rank == 2:  # it cannot read its part
-        bucket_files.FILES.forget(own.file.parent)
+        own.file.unlink()
     found += [own.receive(3), dist.barrier()]
     return found
 
