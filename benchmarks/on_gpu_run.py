@@ -104,19 +104,23 @@ def write_tokenizer(model: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    size = json.loads((model / "config.json").read_text())["vocab_size"]
     special = ("<pad>", "<bos>", "<eos>")
-    vocabulary = {word: i for i, word in enumerate((*special, *(f"w{i}" for i in range(len(special), size))))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    words = (*special, *(f"w{i}" for i in range(len(special), vocabulary(model))))
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<pad>", pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
     ).save_pretrained(model)
 
 
+def vocabulary(model: Path) -> int:
+    """Number of ids."""
+    return int(json.loads((model / "config.json").read_text())["vocab_size"])
+
+
 def prompt_rows(model: Path, number: int) -> list[dict[str, str]]:
     """Random prompts."""
-    size, rng = json.loads((model / "config.json").read_text())["vocab_size"], np.random.default_rng(0)
+    size, rng = vocabulary(model), np.random.default_rng(0)
     return [
         {"prompt": " ".join(f"w{i}" for i in rng.integers(3, size, PROMPT)), "label": "none"} for _ in range(number)
     ]
@@ -164,13 +168,13 @@ def measure_engine(root: Path, args: argparse.Namespace, rates: Figures) -> Figu
     found = Figures()
     for replay in ("r3", "off"):
         returns = replay == "r3"
-        spec = engine_spec(build(settings(root, args, replay)))
-        server = ServerProcess(spec, 0, root / f"server_{replay}")
+        config = build(settings(root, args, replay))
+        server = ServerProcess(engine_spec(config), 0, root / f"server_{replay}")
         try:
             report_progress(f"a server {'with' if returns else 'without'} log-probs and routes")
             address = server.start()
             if returns:
-                found |= _memory(address, build(settings(root, args, replay)), root)
+                found |= _memory(address, config, root)
             rates_seen = [_tokens_per_s(address, root, args, returns, turn) for turn in range(3)]
         finally:
             server.stop()
@@ -181,7 +185,7 @@ def measure_engine(root: Path, args: argparse.Namespace, rates: Figures) -> Figu
 
 def _tokens_per_s(address: EngineAddress, root: Path, args: argparse.Namespace, returns: bool, turn: int) -> float:
     """Generated tokens/s of all requests at once."""
-    size, rng = json.loads((root / "model/config.json").read_text())["vocab_size"], np.random.default_rng(turn)
+    size, rng = vocabulary(root / "model"), np.random.default_rng(turn)
     bodies: list[dict[str, Any]] = []
     for number in range(args.requests):
         request = GenerateRequest(

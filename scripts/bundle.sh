@@ -17,7 +17,7 @@ other machine, which needs no compiler, from a checkout of the same commit and w
 
     bash scripts/install.sh --gpu --from DIR
 
-Takes 25 GB, and about 35 minutes of one core the first time.
+Takes 25 GB, and about 45 minutes of one core the first time.
 
   --out DIR            the parts (default bundle)
   --arch N             compute capability of the GPUs without the point (default 90: H100, H200)
@@ -65,8 +65,6 @@ done
 for option in "--arch $arch" "--part-mb $part_mb"; do
   [[ "$option" =~ \ [1-9][0-9]*$ ]] || fail "$option: must be a whole number above 0" "use for example --arch 90 --part-mb 60"
 done
-# absolute DIR: resolves DIR from the caller's directory.
-absolute() { case "$1" in /*) printf '%s' "$1" ;; *) printf '%s' "$caller/$1" ;; esac; }
 out="$(absolute "$out")" given="$wheels"
 wheels="$(absolute "${wheels:-$out.wheels}")"
 [ -z "$given" ] || ls "$wheels"/*.whl >/dev/null 2>&1 || fail "$wheels holds no wheels" "leave out --wheels: they are then downloaded"

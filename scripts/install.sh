@@ -36,8 +36,7 @@ while [ $# -gt 0 ]; do
     --dev) extras_dev=",dev" ;;
     --venv | --from)
       [ $# -ge 2 ] || fail "$1 needs a directory" "use $1 DIR"
-      case "$2" in /*) directory="$2" ;; *) directory="$caller/$2" ;; esac
-      if [ "$1" = --venv ]; then venv="$directory"; else bundle="$directory"; fi
+      if [ "$1" = --venv ]; then venv="$(absolute "$2")"; else bundle="$(absolute "$2")"; fi
       shift
       ;;
     --help | -h)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that one GPU can show, in a quarter of an hour: checks, tests, the quickstart, benchmarks, and one table.
+# What one GPU can show, in at most 18 minutes: checks, tests, the quickstart, benchmarks, and one table.
 set -euo pipefail
 caller="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -36,7 +36,6 @@ TEXT
 }
 
 venv="$PWD/.venv" out="$PWD/outputs/on-gpu" seconds="" only=() sglang=() fresh="" device=cuda
-absolute() { case "$1" in /*) printf '%s' "$1" ;; *) printf '%s' "$caller/$1" ;; esac; }
 steps=(doctor tests quickstart quickstart_off run step kernels)
 while [ $# -gt 0 ]; do
   case "$1" in
@@ -123,19 +122,18 @@ gpu_tests() {
     [ $? = 5 ]  # all have passed before
 }
 
+shared=(--cluster.placement colocated --weights.transport handles --weights.verify always --rollout.max-staleness 0)
 fields=() quick=(--out "$out/quickstart" --venv "$venv") few=() tiny=() short=()
 for field in ${sglang[@]+"${sglang[@]}"}; do fields+=("--sglang.${field%%=*}" "${field#*=}"); done
 off=("$venv/bin/mslime" train examples/quickstart/run.yaml --output-dir "$out/quickstart" --seed 1234 --name rl_off
   --model.path "$out/quickstart/sft/hf" --data.prompts "$out/quickstart/task/train.jsonl" --data.eval-sets '[]'
-  --observe.eval-every 0 --train.num-steps 8 --train.replay off --cluster.placement colocated --weights.transport handles
-  --weights.verify always --rollout.max-staleness 0 --cluster.device "$device" --cluster.trainer-ranks 1
+  --observe.eval-every 0 --train.num-steps 8 --train.replay off "${shared[@]}" --cluster.device "$device" --cluster.trainer-ranks 1
   --megatron.tensor-model-parallel-size 1 --megatron.expert-model-parallel-size 1)
 workers="$(($(nproc) > 13 ? 12 : ($(nproc) + 1) / 2))"
 if [ "$device" = cuda ]; then
   quick+=(--gpu)
 else
-  few=(--cluster.placement colocated --weights.transport handles --weights.verify always --rollout.max-staleness 0
-    --train.num-steps 4)
+  few=("${shared[@]}" --train.num-steps 4)
   tiny=(--device cpu --small --layers 1)
   short=(--steps 3 --requests 8 --tokens 16)
 fi

@@ -32,8 +32,6 @@ TEXT
 }
 
 venv="$PWD/.venv-rehearsal" cpu_venv="$PWD/.venv" out="$PWD/.rehearsal" only="" list="" fresh=""
-# absolute DIR: resolves DIR from the caller's directory.
-absolute() { case "$1" in /*) printf '%s' "$1" ;; *) printf '%s' "$caller/$1" ;; esac; }
 while [ $# -gt 0 ]; do
   case "$1" in
     --venv | --cpu-venv | --out | --only)

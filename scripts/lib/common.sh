@@ -2,6 +2,9 @@
 
 say() { printf '%s\n' "$*"; }
 
+# absolute DIR: resolves DIR from $caller, the directory in which the script was called.
+absolute() { case "$1" in /*) printf '%s' "$1" ;; *) printf '%s' "$caller/$1" ;; esac; }
+
 # fail SENTENCE HINT: the only exit for failures of these scripts.
 fail() {
   printf 'error: %s\n  hint: %s\n' "$1" "$2" >&2

@@ -160,7 +160,7 @@ def environment(
         # Options such as expandable segments, set for the trainer, break the engine's memory saver.
         env.pop("PYTORCH_CUDA_ALLOC_CONF", None)
         # The memory saver is preloaded into schedulers, before torch finds the CUDA runtime that pip installed.
-        env["LD_LIBRARY_PATH"] = os.pathsep.join([*filter(None, [env.get("LD_LIBRARY_PATH")]), *_cuda_libraries()])
+        env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [env.get("LD_LIBRARY_PATH"), *_cuda_libraries()]))
     if masks:
         env["SGLANG_ENABLE_DISAGG_SAMPLING_MASK"] = "1"
     if gpus is not None:
